@@ -1,1 +1,3 @@
-"""Benchmarks: `python -m benchmarks` compares measurements with bars, prints a table and writes JSON."""
+"""Benchmarks: `python -m benchmarks` compares measurements with bars, prints a table and writes
+JSON.
+"""

@@ -1,7 +1,8 @@
-"""`python -m benchmarks [NAME ...]`: measures, prints a table, writes JSON; exits with 1 if a bar is missed.
+"""`python -m benchmarks [NAME ...]`: measures, prints a table, writes JSON; exits with 1 if a bar
+is missed.
 
-Each benchmark runs in a process of its own, because the number of simulated devices is fixed when JAX starts, and
-with caches of its own, so that nothing depends on what ran before.
+Each benchmark runs in a process of its own, because the number of simulated devices is fixed when
+JAX starts, and with caches of its own, so that nothing depends on what ran before.
 """
 
 from __future__ import annotations
@@ -54,12 +55,21 @@ def main(argv: list[str] | None = None) -> int:
       0 if every bar is reached, 1 if one is missed or a benchmark failed.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NUM_DEVICES)} (default: all)")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results.json", help="where results go")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs; no bar holds")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NUM_DEVICES)} (default: all)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).parent / "results.json", help="where results go"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that it runs; no bar holds"
+    )
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.names) - NUM_DEVICES.keys():
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(NUM_DEVICES)}")
+        parser.error(
+            f"no benchmark is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(NUM_DEVICES)}"
+        )
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[str, list[dict[str, Any]] | None] = {}
@@ -67,10 +77,17 @@ def main(argv: list[str] | None = None) -> int:
         results[name] = _measure(name, arguments.quick)
         console.print(_table(name, results[name]))
     arguments.json.write_text(
-        json.dumps({"machine": _machine(), "quick": arguments.quick, "benchmarks": results}, indent=1)
+        json.dumps(
+            {"machine": _machine(), "quick": arguments.quick, "benchmarks": results}, indent=1
+        )
     )
     print(f"written to {arguments.json}")
-    return int(any(records is None or any(r["passed"] is False for r in records) for records in results.values()))
+    return int(
+        any(
+            records is None or any(r["passed"] is False for r in records)
+            for records in results.values()
+        )
+    )
 
 
 def _measure(name: str, quick: bool) -> list[dict[str, Any]] | None:
@@ -81,9 +98,18 @@ def _measure(name: str, quick: bool) -> list[dict[str, Any]] | None:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES[name]}",
             "XDG_CACHE_HOME": str(Path(folder, "cache")),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+            ),
         }
-        command = (sys.executable, "-m", "benchmarks.child", name, str(output), "quick" if quick else "full")
+        command = (
+            sys.executable,
+            "-m",
+            "benchmarks.child",
+            name,
+            str(output),
+            "quick" if quick else "full",
+        )
         if subprocess.run(command, env=environment).returncode:
             return None
         return json.loads(output.read_text())
@@ -114,7 +140,15 @@ def _table(name: str, records: list[dict[str, Any]] | None) -> Table:
 
         bar = "" if record["bar"] is None else f"{record['sense']} {record['bar']:g}{unit}"
         verdict = {None: "", True: "[green]pass[/]", False: "[red]miss[/]"}[record["passed"]]
-        table.add_row(record["name"], figure("value"), bar, figure("min"), figure("median"), figure("max"), verdict)
+        table.add_row(
+            record["name"],
+            figure("value"),
+            bar,
+            figure("min"),
+            figure("median"),
+            figure("max"),
+            verdict,
+        )
     if records is None:
         table.add_row("failed", "", "", "", "", "", "[red]miss[/]")
     return table

@@ -1,8 +1,10 @@
-"""(b) The cost of accumulation: 1, 4 and 16 micro-batches of equal size, and equal batches cut into 1, 4 and 16.
+"""(b) The cost of accumulation: 1, 4 and 16 micro-batches of equal size, and equal batches cut into
+1, 4 and 16.
 
-At equal micro-batch size every side computes 16 micro-batches: 16 updates of 1, 4 of 4, 1 of 16. The time of the
-updates themselves (clipping, optimizer), measured by the same program without a micro-batch, is subtracted, so that a
-shared update does not hide the cost. The ratio with updates included is lower, and reported as well.
+At equal micro-batch size every side computes 16 micro-batches: 16 updates of 1, 4 of 4, 1 of 16.
+The time of the updates themselves (clipping, optimizer), measured by the same program without a
+micro-batch, is subtracted, so that a shared update does not hide the cost. The ratio with updates
+included is lower, and reported as well.
 
 The model is the default one, whose update is short compared with a micro-batch.
 """
@@ -29,7 +31,9 @@ CUTS = (1, 4, 16)
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Ratios of seconds, for equal work at equal micro-batch size and for one batch cut in several ways."""
+    """Ratios of seconds, for equal work at equal micro-batch size and for one batch cut in several
+    ways.
+    """
     model = QUICK_MODEL if quick else ()
     config = load_config(overrides=[*model, *RUN])
     mesh = make_mesh(config)
@@ -59,7 +63,10 @@ def measure(quick: bool) -> list[Measurement]:
         ("equal", count): repeated(count, count, CUTS[-1] // count) for count in CUTS
     }
     sides["update", 0] = repeated(CUTS[-1], 0, CUTS[-1])
-    whole = {count: trainers[16] if count == 16 else trainer(smallest * CUTS[-1] // count, count) for count in CUTS}
+    whole = {
+        count: trainers[16] if count == 16 else trainer(smallest * CUTS[-1] // count, count)
+        for count in CUTS
+    }
     sides |= {("whole", count): partial(whole[count], rows[16], count) for count in CUTS[:-1]}
     for side in sides.values():
         side()
@@ -71,7 +78,9 @@ def measure(quick: bool) -> list[Measurement]:
         return [all_of_it - updates / count for all_of_it, updates in pairs]
 
     if min(without_updates(1)) <= 0 and not quick:
-        raise BenchmarkError("an update costs as much as a micro-batch: without it there is nothing to compare")
+        raise BenchmarkError(
+            "an update costs as much as a micro-batch: without it there is nothing to compare"
+        )
     results = []
     for count in CUTS[1:]:
         bar = BAR if count == 16 else None

@@ -1,13 +1,16 @@
-"""(q) The gain of sampling ahead (`off_policy_steps`): a modelled schedule, and two simulated meshes.
+"""(q) The gain of sampling ahead (`off_policy_steps`): a modelled schedule, and two simulated
+meshes.
 
-The model has two meshes, each with its own devices. All responses of a batch are drawn at once, so sampling takes as
-long as the longest response; lengths are log-normal (sigma 1) up to a limit of 8 or 16 times their median. Rows have a
-fixed length, so training on a batch takes a constant time, the average time of sampling. Moving the weights takes 2% of
-that, and both meshes wait for it. No chunks overlap within a batch.
+The model has two meshes, each with its own devices. All responses of a batch are drawn at once, so
+sampling takes as long as the longest response; lengths are log-normal (sigma 1) up to a limit of 8
+or 16 times their median. Rows have a fixed length, so training on a batch takes a constant time,
+the average time of sampling. Moving the weights takes 2% of that, and both meshes wait for it. No
+chunks overlap within a batch.
 
-The measurement runs `maxbatch rl` on two meshes of one simulated device with one thread each, so that both can work at
-a time on two cores. Sampling a batch takes about as long as training on it. The model is untrained, so every batch has
-a response that reaches the limit: the measurement shows the schedule, without a long tail.
+The measurement runs `maxbatch rl` on two meshes of one simulated device with one thread each, so
+that both can work at a time on two cores. Sampling a batch takes about as long as training on it.
+The model is untrained, so every batch has a response that reaches the limit: the measurement shows
+the schedule, without a long tail.
 """
 
 from __future__ import annotations
@@ -44,13 +47,17 @@ def seconds_until_trained(
 
 
 def modelled(limit: float, turns: int) -> dict[int, list[float]]:
-    """Returns draws of the time of `BATCHES` batches, by the batches ahead, in units of a batch's training."""
+    """Returns draws of the time of `BATCHES` batches, by the batches ahead, in units of a batch's
+    training.
+    """
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(sigma=1.0, size=(turns, BATCHES, RESPONSES)), limit)
     longest = lengths.max(axis=2)
     sampling = (longest / longest.mean()).tolist()
     training = [1.0] * BATCHES
-    return {s: [seconds_until_trained(own, training, RESHARDING, s) for own in sampling] for s in _STEPS}
+    return {
+        s: [seconds_until_trained(own, training, RESHARDING, s) for own in sampling] for s in _STEPS
+    }
 
 
 def measure(quick: bool) -> list[Measurement]:
@@ -69,5 +76,10 @@ def measure(quick: bool) -> list[Measurement]:
         ]
     turns, steps = (1, 4) if quick else (5, BATCHES + 2)
     return found + updates_in_turns(
-        "measured, update with s=1 / s=0", _AHEAD, turns=turns, steps=steps, num_devices=2, XLA_FLAGS=_ONE_THREAD
+        "measured, update with s=1 / s=0",
+        _AHEAD,
+        turns=turns,
+        steps=steps,
+        num_devices=2,
+        XLA_FLAGS=_ONE_THREAD,
     )

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.audits [NAME ...]`: audits other trainers, each in an environment with its newest versions.
+"""`python -m benchmarks.audits [NAME ...]`: audits other trainers, each in an environment with its
+newest versions.
 
-For each trainer it makes a virtual environment, installs the packages with pip, runs the adapter in `examples/audits/`,
-and writes `benchmarks/audit_results/NAME.json`. Then it writes the table of `docs/audits.md` from all of these files.
-`--table` only writes the table. The packages are installed for the interpreter that runs the command.
+For each trainer it makes a virtual environment, installs the packages with pip, runs the adapter in
+`examples/audits/`, and writes `benchmarks/audit_results/NAME.json`. Then it writes the table of
+`docs/audits.md` from all of these files. `--table` only writes the table. The packages are
+installed for the interpreter that runs the command.
 """
 
 from __future__ import annotations
@@ -35,34 +37,52 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "multisteps_nnx": Peer("`optax.MultiSteps` in `nnx.Optimizer`", "multisteps_nnx.py:make", ("optax", "flax")),
+    "multisteps_nnx": Peer(
+        "`optax.MultiSteps` in `nnx.Optimizer`", "multisteps_nnx.py:make", ("optax", "flax")
+    ),
     "transformers": Peer(
-        "transformers, `Trainer`", "transformers_trainer.py:make", ("transformers", "torch", "accelerate")
+        "transformers, `Trainer`",
+        "transformers_trainer.py:make",
+        ("transformers", "torch", "accelerate"),
     ),
     "transformers_no_count": Peer(
         "transformers, `Trainer`; the model's loss takes no `num_items_in_batch`",
         "transformers_trainer.py:make_without_a_count",
         ("transformers", "torch", "accelerate"),
     ),
-    "trl_sft": Peer("TRL, `SFTTrainer`", "trl_sft.py:make", ("trl", "torch"), ("huggingface/trl#2604",)),
+    "trl_sft": Peer(
+        "TRL, `SFTTrainer`", "trl_sft.py:make", ("trl", "torch"), ("huggingface/trl#2604",)
+    ),
     "trl_dpo": Peer("TRL, `DPOTrainer`", "trl_dpo.py:make", ("trl", "torch")),
     "levanter": Peer(
-        "Levanter, `Trainer`", "levanter_trainer.py:make", ("marin-levanter",), ("marin-community/levanter#842",)
+        "Levanter, `Trainer`",
+        "levanter_trainer.py:make",
+        ("marin-levanter",),
+        ("marin-community/levanter#842",),
     ),
-    "tunix": Peer("Tunix, `PeftTrainer`", "tunix_peft.py:make", ("google-tunix",), ("google/tunix#1744",)),
+    "tunix": Peer(
+        "Tunix, `PeftTrainer`", "tunix_peft.py:make", ("google-tunix",), ("google/tunix#1744",)
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Audits the named peers; returns 1 if one cannot be audited."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audits", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(PEERS)} (default: all)")
-    parser.add_argument("--environments", type=Path, default=Path("environments"), help="folder of the environments")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(PEERS)} (default: all)"
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=Path("environments"), help="folder of the environments"
+    )
     parser.add_argument("--table", action="store_true", help="write the table of the page alone")
-    parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)  # this process has the packages of NAME
+    # this process has the packages of NAME
+    parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.names) - PEERS.keys():
-        parser.error(f"no peer is called {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+        parser.error(
+            f"no peer is called {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}"
+        )
     if arguments.inside:
         return _audit(arguments.inside)
     failed = []
@@ -79,7 +99,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """Returns the Python of an environment with the packages; makes the environment if it is missing."""
+    """Returns the Python of an environment with the packages; makes the environment if it is
+    missing.
+    """
     place = (folder / "-".join(sorted(packages))).absolute()
     python = place / "bin" / "python"
     if not (place / "made").exists():
@@ -95,7 +117,8 @@ def _audit(name: str) -> int:
 
     peer = PEERS[name]
     file, function = peer.adapter.split(":")
-    sys.path.insert(0, str(ROOT / "examples" / "audits"))  # so that a new process finds `make` by its name
+    # so that a new process finds `make` by its name
+    sys.path.insert(0, str(ROOT / "examples" / "audits"))
     os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], str(ROOT)])
     make = getattr(importlib.import_module(Path(file).stem), function)
     began = time.perf_counter()
@@ -115,7 +138,8 @@ def _audit(name: str) -> int:
 def table() -> str:
     """Returns the table of all results, in Markdown."""
     lines = [
-        "| framework | version | promise | verdict | parameters | loss | smallest case | thread | run on |",
+        "| framework | version | promise | verdict | parameters | loss | smallest case | thread | "
+        "run on |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, peer in PEERS.items():
@@ -129,7 +153,9 @@ def _rows(peer: Peer, result: dict[str, Any]) -> list[str]:
     """Returns a row for each broken promise, and one for all the others."""
     package = peer.packages[0]
     framework = f"{peer.title} | {package} {result['versions'][package]}"
-    threads = ", ".join(f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in peer.threads)
+    threads = ", ".join(
+        f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in peer.threads
+    )
     promises, rows = result["audit"]["promises"], []
     for each in promises:
         if each["status"] == "broken":

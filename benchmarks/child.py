@@ -1,4 +1,6 @@
-"""A process that runs one benchmark, started by `__main__`: `python -m benchmarks.child NAME OUT.json full|quick`."""
+"""A process that runs one benchmark, started by `__main__`: `python -m benchmarks.child NAME
+OUT.json full|quick`.
+"""
 
 from __future__ import annotations
 

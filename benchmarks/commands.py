@@ -15,10 +15,16 @@ from benchmarks.measurement import BenchmarkError
 def environment(**variables: str | Path) -> dict[str, str]:
     """This process's environment with one CPU device, and with `variables`."""
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return {**inherited, "JAX_PLATFORMS": "cpu", **{name: str(value) for name, value in variables.items()}}
+    return {
+        **inherited,
+        "JAX_PLATFORMS": "cpu",
+        **{name: str(value) for name, value in variables.items()},
+    }
 
 
-def start(module: str, *arguments: str, log: Path, cache: Path, **variables: str) -> subprocess.Popen[bytes]:
+def start(
+    module: str, *arguments: str, log: Path, cache: Path, **variables: str
+) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments`, with output to `log` and caches in `cache`."""
     with open(log, "wb") as output:
         return subprocess.Popen(
@@ -43,7 +49,9 @@ def finish(process: subprocess.Popen[bytes], log: Path, seconds: float | None = 
         process.wait()
         raise BenchmarkError(f"{process.args!r} took longer than {seconds:.0f} s") from None
     if code:
-        raise BenchmarkError(f"{process.args!r} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}")
+        raise BenchmarkError(
+            f"{process.args!r} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}"
+        )
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
-"""(q) Tokens/s of `maxbatch evaluate` on a multiple choice, against `maxbatch score` on the same texts, in turns.
+"""(q) Tokens/s of `maxbatch evaluate` on a multiple choice, against `maxbatch score` on the same
+texts, in turns.
 
-Both sides begin with a model in memory and end with their figures. One renders, tokenises and scores the documents of a
-task and computes its metrics; the other tokenises and scores one text per choice. Programs are compiled before. Both
-must have the same accuracy. The model is tiny, so the harness's work on the host dominates.
+Both sides begin with a model in memory and end with their figures. One renders, tokenises and
+scores the documents of a task and computes its metrics; the other tokenises and scores one text per
+choice. Programs are compiled before. Both must have the same accuracy. The model is tiny, so the
+harness's work on the host dominates.
 """
 
 from __future__ import annotations
@@ -24,10 +26,21 @@ from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_i
 
 BAR = 0.9
 _CHOICES = 4
-_RUN = ("steps=1", "warmup_steps_fraction=0", "per_device_batch_size=1", "eval_interval=-1", "generate_prompt=",
-        "log_to=none")  # fmt: skip
+_RUN = (
+    "steps=1",
+    "warmup_steps_fraction=0",
+    "per_device_batch_size=1",
+    "eval_interval=-1",
+    "generate_prompt=",
+    "log_to=none",
+)
 _MODEL = ("model_name=tiny", "max_target_length=512")
-_QUICK_MODEL = ("base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=1", "max_target_length=512")
+_QUICK_MODEL = (
+    "base_emb_dim=32",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=1",
+    "max_target_length=512",
+)
 
 
 def measure(quick: bool) -> list[Measurement]:
@@ -60,7 +73,10 @@ def _measure(keys: tuple[str, ...], documents: int, turns: int) -> list[Measurem
         found = iter(model.score(texts).records)
         right = 0
         for one in asked:
-            sums = [next(found).logprobs[-len(choice) :].sum(dtype=np.float64) for choice in one["choices"]]
+            sums = [
+                next(found).logprobs[-len(choice) :].sum(dtype=np.float64)
+                for choice in one["choices"]
+            ]
             right += int(np.argmax(sums)) == one["answer"]
         figures["score"] = right / len(asked)
 
@@ -76,9 +92,17 @@ def _measure(keys: tuple[str, ...], documents: int, turns: int) -> list[Measurem
         side()
     if abs(figures["score"] - figures["evaluate"]) > 1e-9:
         raise BenchmarkError(f"not the same accuracy: {figures}")
-    wall = seconds_in_turns({name: partial(timed, name, side) for name, side in sides.items()}, turns)
+    wall = seconds_in_turns(
+        {name: partial(timed, name, side) for name, side in sides.items()}, turns
+    )
     return [
-        ratio(f"evaluate, tokens/s of {kind}, against score", s["score"], s["evaluate"], bar=BAR, sense="at least")
+        ratio(
+            f"evaluate, tokens/s of {kind}, against score",
+            s["score"],
+            s["evaluate"],
+            bar=BAR,
+            sense="at least",
+        )
         for kind, s in {"CPU time": cpu, "wall time": wall}.items()
     ]
 
@@ -108,9 +132,16 @@ def _written(folder: Path, documents: list[dict[str, Any]]) -> Path:
     data, task = folder / "choice.jsonl", folder / "choice.yaml"
     data.write_text("".join(json.dumps(one) + "\n" for one in documents))
     stated = {
-        "task": "choice", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_target": "answer",
-        "doc_to_choice": "choices", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
+        "task": "choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
     task.write_text(json.dumps(stated))  # JSON is YAML
     return task

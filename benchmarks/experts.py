@@ -1,8 +1,9 @@
-"""(p) An update of a model with 8 experts, 2 active per token, against two other updates on the same rows.
+"""(p) An update of a model with 8 experts, 2 active per token, against two other updates on the
+same rows.
 
-One is the update of a dense model with as many active parameters: its MLP is as wide as the two experts of a token
-together. The other is the update of the same model, written by hand. The vocabulary is small, so that the layers
-dominate.
+One is the update of a dense model with as many active parameters: its MLP is as wide as the two
+experts of a token together. The other is the update of the same model, written by hand. The
+vocabulary is small, so that the layers dominate.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import jax
 from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from benchmarks.step import check_equal
-from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
+from benchmarks.trainer import (
+    LEARNING_RATE,
+    MODEL,
+    QUICK_MODEL,
+    RUN,
+    TrainerStep,
+    rows_of_documents,
+)
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
@@ -23,7 +31,8 @@ from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 
 DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
-# The first updates of both sides are equal to the bit; later ones differ, as rounding moves tokens between experts.
+# The first updates of both sides are equal to the bit; later ones differ, as rounding moves tokens
+# between experts.
 _LATER_UPDATES = 1e-3
 _PER_TOKEN, _BALANCE = 2, 0.01
 _EXPERTS = (
@@ -47,12 +56,21 @@ def measure(quick: bool) -> list[Measurement]:
     seconds = seconds_in_turns({"dense": dense, "experts": experts, "by hand": by_hand}, turns)
     title = f"tokens/s, 8 experts of which {_PER_TOKEN} active / "
     return [
-        ratio(title + f"dense, {rows} rows", seconds["dense"], seconds["experts"], bar=DENSE_BAR, sense="at least"),
         ratio(
-            title + f"the same by hand, {rows} rows", seconds["by hand"], seconds["experts"], bar=HANDWRITTEN_BAR,
+            title + f"dense, {rows} rows",
+            seconds["dense"],
+            seconds["experts"],
+            bar=DENSE_BAR,
             sense="at least",
         ),
-    ]  # fmt: skip
+        ratio(
+            title + f"the same by hand, {rows} rows",
+            seconds["by hand"],
+            seconds["experts"],
+            bar=HANDWRITTEN_BAR,
+            sense="at least",
+        ),
+    ]
 
 
 class _Side:
@@ -62,7 +80,9 @@ class _Side:
         self._config = config = load_config(overrides=[*overrides, *RUN])
         keys, self._mesh = config.update, make_mesh(config)
         abstract, shape = abstract_state(keys, self._mesh), BatchShape(num_rows, 1)
-        batch = Placement(batch_sharding(self._mesh), config.max_target_length).abstract_batch(shape)
+        batch = Placement(batch_sharding(self._mesh), config.max_target_length).abstract_batch(
+            shape
+        )
         scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
         lowered = make_train_step(keys, self._mesh, abstract).lower(abstract, batch, *scalars)
         self._step = TrainerStep(config, self._mesh, abstract, lowered.compile(), shape)
@@ -75,5 +95,7 @@ class _Side:
         """Returns the hand-written update from the same parameters."""
         params = parameters_of_trainer(jax.device_get(self._step.state.params))
         form = Form(self._config.base_num_query_heads, _PER_TOKEN, _BALANCE)
-        step = HandwrittenStep(params, self._mesh, form, (1, *self._rows["tokens"].shape), LEARNING_RATE)
+        step = HandwrittenStep(
+            params, self._mesh, form, (1, *self._rows["tokens"].shape), LEARNING_RATE
+        )
         return lambda: step(self._rows)

@@ -1,7 +1,9 @@
-"""(o) One NVIDIA GPU: cuDNN's attention, the largest batch by `fit`, and an update beside the same one by hand.
+"""(o) One NVIDIA GPU: cuDNN's attention, the largest batch by `fit`, and an update beside the same
+one by hand.
 
-Each part that uses the GPU runs in its own process, one after the other, so that each has the whole memory.
-`python -m benchmarks.gpu PART OUT.json ARGUMENT ...` is such a process. Without a GPU there is nothing to measure.
+Each part that uses the GPU runs in its own process, one after the other, so that each has the whole
+memory. `python -m benchmarks.gpu PART OUT.json ARGUMENT ...` is such a process. Without a GPU there
+is nothing to measure.
 
 Shapes: M rows, L length, D model, H query heads, K key heads, h head_dim, F mlp, V vocabulary.
 """
@@ -42,15 +44,27 @@ ATTENTION_TOLERANCE = 0.02  # of the largest value; bfloat16 rounds by up to 0.0
 LOSS_TOLERANCE = 0.01  # relative; the two sides round to bfloat16 in different places
 _MEMORY_SHARE = 0.9  # of the GPU that JAX may allocate
 _WARM_UP = 3  # updates that are not counted
-_BYTES_PER_PARAMETER = 20  # weights, Adam's moments and gradients in float32, and a copy in bfloat16 with its gradient
+# weights, Adam's moments and gradients in float32, and a copy in bfloat16 with its gradient
+_BYTES_PER_PARAMETER = 20
 _ROOM_BYTES = 8e9  # activations and logits
 
-_SPEED = ("max_target_length=2048", "per_device_batch_size=4", "remat_policy=full", "rope_type=default")
+_SPEED = (
+    "max_target_length=2048",
+    "per_device_batch_size=4",
+    "remat_policy=full",
+    "rope_type=default",
+)
 _RATE = ("learning_rate=1e-4", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
 ONE_B = ("model_name=llama3.2-1b", *_SPEED)
 SEVEN_B = ("model_name=llama2-7b", *_SPEED)
 _EDGE = ("model_name=llama3.2-1b", "max_target_length=2048", "remat_policy=full")
-_QUICK = (*QUICK_MODEL, "dtype=bfloat16", "per_device_batch_size=4", "remat_policy=full", "scan_layers=true")
+_QUICK = (
+    *QUICK_MODEL,
+    "dtype=bfloat16",
+    "per_device_batch_size=4",
+    "remat_policy=full",
+    "scan_layers=true",
+)
 
 
 class Gpu(NamedTuple):
@@ -61,7 +75,9 @@ class Gpu(NamedTuple):
 
     @property
     def peak_flops(self) -> float | None:
-        """Floating-point operations per second in bfloat16; None for a GPU that is not in the table."""
+        """Floating-point operations per second in bfloat16; None for a GPU that is not in the
+        table.
+        """
         chip = chip_of(self.kind)
         return chip.tflops * 1e12 if chip else None
 
@@ -74,12 +90,16 @@ class Bench:
         self._end = time.monotonic() + BUDGET_S
 
     def run(self, name: str, module: str, *arguments: str, **variables: str) -> str:
-        """Runs `python -m module arguments`; returns its output; raises BenchmarkError if it fails or is late.
+        """Runs `python -m module arguments`; returns its output; raises BenchmarkError if it fails
+        or is late.
 
         Prints the process's time when it ends, because the whole takes minutes.
         """
         log, began = self.folder / f"{name}.log", time.monotonic()
-        variables |= {"JAX_PLATFORMS": self._platform, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_MEMORY_SHARE)}
+        variables |= {
+            "JAX_PLATFORMS": self._platform,
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_MEMORY_SHARE),
+        }
         process = start(module, *arguments, log=log, cache=self.folder / "cache", **variables)
         finish(process, log, max(1.0, self._end - began))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -105,7 +125,12 @@ def measure(quick: bool) -> list[Measurement]:
         return [
             *attention(bench),
             *speed(bench, gpu, "1B", ONE_B),
-            *speed(bench, gpu, "7B", (*SEVEN_B, f"base_num_decoder_layers={layers_that_fit(gpu.memory_bytes)}")),
+            *speed(
+                bench,
+                gpu,
+                "7B",
+                (*SEVEN_B, f"base_num_decoder_layers={layers_that_fit(gpu.memory_bytes)}"),
+            ),
             *fit_edge(bench),
         ]
 
@@ -119,7 +144,9 @@ def find_gpu(bench: Bench) -> Gpu | None:
 
 
 def attention(bench: Bench) -> list[Measurement]:
-    """Returns the difference between cuDNN's attention and the plain path, in values and in gradients."""
+    """Returns the difference between cuDNN's attention and the plain path, in values and in
+    gradients.
+    """
     differences = bench.part("attention", "cudnn")
     return [
         Measurement(f"attention, cuDNN against plain: {what}", value, bar=ATTENTION_TOLERANCE)
@@ -127,17 +154,23 @@ def attention(bench: Bench) -> list[Measurement]:
     ]
 
 
-def attention_differences(implementation: Kernel, length: int = 1024, head_dim: int = 128) -> dict[str, float]:
-    """Returns the largest differences from the plain path in bfloat16, relative to its largest value.
+def attention_differences(
+    implementation: Kernel, length: int = 1024, head_dim: int = 128
+) -> dict[str, float]:
+    """Returns the largest differences from the plain path in bfloat16, relative to its largest
+    value.
 
-    Rows hold three documents, 8 query heads share 2 key heads, and the batch is mapped as by the data axis.
+    Rows hold three documents, 8 query heads share 2 key heads, and the batch is mapped as by the
+    data axis.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, cotangent = (
         jax.random.normal(key, (2, length, heads, head_dim), jnp.bfloat16)
         for key, heads in zip(keys, (8, 2, 2, 8), strict=True)
     )
-    segments_MxL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, length)), axis=1), jnp.int32)
+    segments_MxL = jnp.asarray(
+        np.sort(np.random.default_rng(0).integers(1, 4, (2, length)), axis=1), jnp.int32
+    )
 
     def outputs_of(which: Kernel, *inputs: jax.Array) -> Any:
         def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -145,15 +178,21 @@ def attention_differences(implementation: Kernel, length: int = 1024, head_dim: 
             return one(q[:, None], k[:, None], v[:, None], segments_MxL[:, None])[:, 0]
 
         out, pull_back = jax.vjp(attended, *inputs)
-        return {"values": out, **dict(zip(("query", "key", "value"), pull_back(cotangent), strict=True))}
+        return {
+            "values": out,
+            **dict(zip(("query", "key", "value"), pull_back(cotangent), strict=True)),
+        }
 
     compiled = jax.jit(outputs_of, static_argnums=0)
     inputs = (q_MxLxHxh, k_MxLxKxh, v_MxLxKxh)
     plain, other = (compiled(which, *inputs) for which in ("dot_product", implementation))
-    names = {"values": "values"} | {name: f"gradient by the {name}" for name in ("query", "key", "value")}
+    names = {"values": "values"} | {
+        name: f"gradient by the {name}" for name in ("query", "key", "value")
+    }
     return {
         words: float(
-            jnp.max(jnp.abs(_float(other[name]) - _float(plain[name]))) / jnp.max(jnp.abs(_float(plain[name])))
+            jnp.max(jnp.abs(_float(other[name]) - _float(plain[name])))
+            / jnp.max(jnp.abs(_float(plain[name])))
         )
         for name, words in names.items()
     }
@@ -164,7 +203,8 @@ def _float(array: jax.Array) -> jax.Array:
 
 
 def fit_edge(bench: Bench, keys: Sequence[str] = _EDGE) -> list[Measurement]:
-    """Checks that the batch that `fit` finds trains and that `compile` refuses the next one; returns the batch.
+    """Checks that the batch that `fit` finds trains and that `compile` refuses the next one;
+    returns the batch.
 
     Raises:
       BenchmarkError: the batch does not train, or the next one is not refused for its memory.
@@ -174,17 +214,32 @@ def fit_edge(bench: Bench, keys: Sequence[str] = _EDGE) -> list[Measurement]:
     rows = found["per_device_batch_size"]
     run_dir = bench.folder / "edge"
     bench.run(
-        "fits", "maxbatch", "train", *RUN, *keys, f"per_device_batch_size={rows}", "steps=3", f"run_dir={run_dir}"
+        "fits",
+        "maxbatch",
+        "train",
+        *RUN,
+        *keys,
+        f"per_device_batch_size={rows}",
+        "steps=3",
+        f"run_dir={run_dir}",
     )
     more = (*keys, f"per_device_batch_size={rows + 1}", "steps=3", "dataset_type=synthetic")
     try:
-        bench.run("does-not-fit", "maxbatch", "compile", *more, "--output", str(bench.folder / "compiled"))
+        bench.run(
+            "does-not-fit", "maxbatch", "compile", *more, "--output", str(bench.folder / "compiled")
+        )
     except BenchmarkError as error:
         if "ended with 1:" not in str(error) or " per device of " not in str(error):
             raise
-        detail = {key: found[key] for key in ("hbm_bytes_needed", "hbm_bytes_available", "next_size")}
-        return [Measurement("fit: rows per device that train; one more is refused", rows, detail=detail)]
-    raise BenchmarkError(f"fit names {rows} rows per device the most that fit, and compile accepts {rows + 1}")
+        detail = {
+            key: found[key] for key in ("hbm_bytes_needed", "hbm_bytes_available", "next_size")
+        }
+        return [
+            Measurement("fit: rows per device that train; one more is refused", rows, detail=detail)
+        ]
+    raise BenchmarkError(
+        f"fit names {rows} rows per device the most that fit, and compile accepts {rows + 1}"
+    )
 
 
 def layers_that_fit(memory_bytes: int, keys: Sequence[str] = SEVEN_B) -> int:
@@ -197,7 +252,9 @@ def layers_that_fit(memory_bytes: int, keys: Sequence[str] = SEVEN_B) -> int:
     return max(1, min(config.base_num_decoder_layers, most))
 
 
-def speed(bench: Bench, gpu: Gpu, name: str, keys: Sequence[str], updates: int = 15) -> list[Measurement]:
+def speed(
+    bench: Bench, gpu: Gpu, name: str, keys: Sequence[str], updates: int = 15
+) -> list[Measurement]:
     """Returns tokens/s and MFU of `maxbatch train` and of the update by hand, and their ratio.
 
     Raises:
@@ -222,34 +279,54 @@ def speed(bench: Bench, gpu: Gpu, name: str, keys: Sequence[str], updates: int =
         median = statistics.median(of_side)
         figures.append(Measurement(f"{name}, {layers} layers, {side}: tokens/s", tokens / median))
         if gpu.peak_flops:
-            figures.append(Measurement(f"{name}, {layers} layers, {side}: MFU", flops / median / gpu.peak_flops))
+            figures.append(
+                Measurement(
+                    f"{name}, {layers} layers, {side}: MFU", flops / median / gpu.peak_flops
+                )
+            )
     compared = ratio(
-        f"{name}: tokens/s, train over by hand", seconds["by hand"], seconds["train"], bar=BAR, sense="at least"
+        f"{name}: tokens/s, train over by hand",
+        seconds["by hand"],
+        seconds["train"],
+        bar=BAR,
+        sense="at least",
     )
     return [*figures, compared]
 
 
 def check_losses(ours: Sequence[float], by_hand: Sequence[float]) -> None:
-    """Raises BenchmarkError if the first losses differ: times of different computations cannot be compared."""
+    """Raises BenchmarkError if the first losses differ: times of different computations cannot be
+    compared.
+    """
     for step, (one, other) in enumerate(zip(ours[:_WARM_UP], by_hand[:_WARM_UP], strict=True), 1):
         if not math.isclose(one, other, rel_tol=LOSS_TOLERANCE):
-            raise BenchmarkError(f"update {step}: the loss is {one} in the trainer and {other} by hand")
+            raise BenchmarkError(
+                f"update {step}: the loss is {one} in the trainer and {other} by hand"
+            )
 
 
 def _train_by_hand(*keys: str) -> dict[str, list[float]]:
-    """Returns seconds and loss of each update, in plain JAX and Optax, on the batches of the run."""
+    """Returns seconds and loss of each update, in plain JAX and Optax, on the batches of the
+    run.
+    """
     config = load_config(overrides=list(keys))
     decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=config.init_weights_seed))
     params = nnx.state(decoder, nnx.Param).to_pure_dict()
     del decoder
-    is_matrix = jax.tree_util.tree_map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+    is_matrix = jax.tree_util.tree_map_with_path(
+        lambda path, _: "scale" not in jax.tree_util.keystr(path), params
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.gradient_clipping_threshold),
         optax.adamw(
-            config.learning_rate, config.adam_b1, config.adam_b2, config.adam_eps,
-            weight_decay=config.adam_weight_decay, mask=is_matrix,
+            config.learning_rate,
+            config.adam_b1,
+            config.adam_b2,
+            config.adam_eps,
+            weight_decay=config.adam_weight_decay,
+            mask=is_matrix,
         ),
-    )  # fmt: skip
+    )
     opt_state = jax.jit(optimizer.init)(params)
 
     def update(params: Any, opt_state: Any, *rows: jax.Array) -> Any:
@@ -262,36 +339,54 @@ def _train_by_hand(*keys: str) -> dict[str, list[float]]:
     with maxbatch.open_feed(config, maxbatch.make_mesh(config)) as feed:
         for batch in feed:
             began = time.perf_counter()
-            params, opt_state, loss = step(params, opt_state, batch.tokens, batch.segments, batch.weights)
+            params, opt_state, loss = step(
+                params, opt_state, batch.tokens, batch.segments, batch.weights
+            )
             losses.append(float(loss))
             seconds.append(time.perf_counter() - began)
     return {"seconds": seconds, "losses": losses}
 
 
-def _loss(params: Any, config: Any, tokens_MxL: Any, segments_MxL: Any, weights_MxL: Any) -> jax.Array:
+def _loss(
+    params: Any, config: Any, tokens_MxL: Any, segments_MxL: Any, weights_MxL: Any
+) -> jax.Array:
     """Returns the token-weighted mean loss of a LLaMA without soft caps, windows or biases."""
     dtype, is_gpu = jnp.dtype(config.dtype), jax.default_backend() == "gpu"
     length, h = tokens_MxL.shape[1], config.head_dim
-    angles = np.outer(np.arange(length), config.rope_max_timescale ** (-np.arange(0, h, 2) / h))[None, :, None, :]
+    angles = np.outer(np.arange(length), config.rope_max_timescale ** (-np.arange(0, h, 2) / h))[
+        None, :, None, :
+    ]
     cos, sin = (jnp.asarray(table, jnp.float32) for table in (np.cos(angles), np.sin(angles)))
     mask = (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None]
 
     def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
         x = _float(x)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.normalization_layer_epsilon)
+        x = x * jax.lax.rsqrt(
+            jnp.mean(x * x, axis=-1, keepdims=True) + config.normalization_layer_epsilon
+        )
         return (x * scale).astype(dtype)
 
     def rotated(x: jax.Array) -> jax.Array:
         first, second = jnp.split(_float(x), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(dtype)
+        return jnp.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=-1
+        ).astype(dtype)
 
     @jax.checkpoint
     def layer(x_MxLxD: jax.Array, own: Any) -> tuple[jax.Array, None]:
         own = jax.tree.map(lambda array: array.astype(dtype), own)
         y_MxLxD = normed(x_MxLxD, own["attention_norm"]["scale"])
-        q, k, v = (jnp.einsum("mld,dnh->mlnh", y_MxLxD, own["attention"][name]) for name in ("query", "key", "value"))
+        q, k, v = (
+            jnp.einsum("mld,dnh->mlnh", y_MxLxD, own["attention"][name])
+            for name in ("query", "key", "value")
+        )
         attended = jax.nn.dot_product_attention(
-            rotated(q), rotated(k), v, mask=mask, is_causal=True, implementation="cudnn" if is_gpu else "xla"
+            rotated(q),
+            rotated(k),
+            v,
+            mask=mask,
+            is_causal=True,
+            implementation="cudnn" if is_gpu else "xla",
         )
         x_MxLxD = x_MxLxD + jnp.einsum("mlnh,nhd->mld", attended, own["attention"]["out"])
         y_MxLxD = normed(x_MxLxD, own["mlp_norm"]["scale"])
@@ -310,7 +405,10 @@ def _loss(params: Any, config: Any, tokens_MxL: Any, segments_MxL: Any, weights_
 
 def _probe() -> dict[str, Any]:
     device = jax.devices()[0]
-    return {"kind": device.device_kind, "memory_bytes": (device.memory_stats() or {})["bytes_limit"]}
+    return {
+        "kind": device.device_kind,
+        "memory_bytes": (device.memory_stats() or {})["bytes_limit"],
+    }
 
 
 _PARTS = {"probe": _probe, "attention": attention_differences, "hand": _train_by_hand}

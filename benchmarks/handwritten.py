@@ -1,17 +1,19 @@
-"""The yardstick: an update of the trainer's model, written by hand for one batch cut, one mesh axis and speed alone.
+"""The yardstick: an update of the trainer's model, written by hand for one batch cut, one mesh axis
+and speed alone.
 
-It computes the trainer's update (token-weighted mean, clipping by the global norm, AdamW with decay on matrices) and
-leaves out everything else: it has two metrics, no skipped updates, no fingerprints, no other mesh axes or cuts, and no
-configuration.
+It computes the trainer's update (token-weighted mean, clipping by the global norm, AdamW with decay
+on matrices) and leaves out everything else: it has two metrics, no skipped updates, no
+fingerprints, no other mesh axes or cuts, and no configuration.
 
-Chosen by measurement (20M parameters, 4 simulated devices on 2 CPU cores): manual collectives take 0.72 of the time
-of the same mathematics left to the partitioner; layers unrolled 0.97 of scanned; a scan over micro-batches 0.74 of
-an unrolled loop; gathering the parameters once per update and reducing the gradients once gains nothing over doing
-both in every micro-batch. The embedding and the last projection are never gathered: every device looks up its part
-of D, and makes the logits of its part of V, for the tokens of all devices.
+Chosen by measurement (20M parameters, 4 simulated devices on 2 CPU cores): manual collectives take
+0.72 of the time of the same mathematics left to the partitioner; layers unrolled 0.97 of scanned; a
+scan over micro-batches 0.74 of an unrolled loop; gathering the parameters once per update and
+reducing the gradients once gains nothing over doing both in every micro-batch. The embedding and
+the last projection are never gathered: every device looks up its part of D, and makes the logits of
+its part of V, for the tokens of all devices.
 
-Shapes: A micro-batches of M rows of L tokens, M / N rows a device; D model, H heads of h, F mlp, V vocabulary,
-N devices, T tokens of a micro-batch.
+Shapes: A micro-batches of M rows of L tokens, M / N rows a device; D model, H heads of h, F mlp, V
+vocabulary, N devices, T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Form(NamedTuple):
 
 
 def parameters_of_trainer(params: Any) -> Params:
-    """The trainer's parameters, on the host, in this file's form: projections joined, layers in a list."""
+    """The trainer's parameters, on the host, in this file's form: projections joined, layers in a
+    list.
+    """
     tree = jax.tree.map(np.asarray, params.to_pure_dict())
     layers, attention = tree["layers"], tree["layers"]["attention"]
     num_layers, width = layers["attention_norm"]["scale"].shape
@@ -71,10 +75,15 @@ def parameters_of_trainer(params: Any) -> Params:
     if "experts" in layers:
         experts = layers["experts"]
         stacked["router_DxE"], stacked["down_ExFxD"] = experts["router"], experts["expert_down"]
-        stacked["gate_up_ExDx2F"] = np.concatenate([experts["expert_gate"], experts["expert_up"]], axis=3)
+        stacked["gate_up_ExDx2F"] = np.concatenate(
+            [experts["expert_gate"], experts["expert_up"]], axis=3
+        )
     else:
         mlp = layers["mlp"]
-        stacked["gate_up_Dx2F"], stacked["down_FxD"] = np.concatenate([mlp["gate"], mlp["up"]], axis=2), mlp["down"]
+        stacked["gate_up_Dx2F"], stacked["down_FxD"] = (
+            np.concatenate([mlp["gate"], mlp["up"]], axis=2),
+            mlp["down"],
+        )
     return {
         "embedding_VxD": tree["embedding"],
         "output_DxV": tree["output"],
@@ -95,7 +104,12 @@ class HandwrittenStep:
     """
 
     def __init__(
-        self, params: Params, mesh: Mesh, form: Form, batch_shape: tuple[int, int, int], learning_rate: np.float32
+        self,
+        params: Params,
+        mesh: Mesh,
+        form: Form,
+        batch_shape: tuple[int, int, int],
+        learning_rate: np.float32,
     ) -> None:
         self._batch_shape, self._learning_rate = batch_shape, learning_rate
         specs = {
@@ -120,7 +134,9 @@ class HandwrittenStep:
         self._batch_sharding = (placed(_BATCH),) * 3
         zeros = jax.tree.map(np.zeros_like, params)
         self.state = jax.device_put((params, zeros, zeros, np.float32(0)), state_sharding)
-        batch = (jax.ShapeDtypeStruct(batch_shape, "int32"),) * 2 + (jax.ShapeDtypeStruct(batch_shape, "float32"),)
+        batch = (jax.ShapeDtypeStruct(batch_shape, "int32"),) * 2 + (
+            jax.ShapeDtypeStruct(batch_shape, "float32"),
+        )
         self._executable = (
             jax.jit(
                 partial(_update, gradients),
@@ -134,7 +150,9 @@ class HandwrittenStep:
 
     def __call__(self, rows: RowArrays) -> tuple[float, float]:
         """Takes one update; returns its loss and gradient norm once it is done."""
-        arrays = tuple(rows[name].reshape(self._batch_shape) for name in ("tokens", "segments", "weights"))
+        arrays = tuple(
+            rows[name].reshape(self._batch_shape) for name in ("tokens", "segments", "weights")
+        )
         batch = jax.device_put(arrays, self._batch_sharding)
         self.state, metrics = self._executable(self.state, batch, self._learning_rate)
         loss, norm = jax.device_get(metrics)
@@ -153,13 +171,20 @@ def _update(gradients: Any, state: Any, batch: Any, learning_rate: jax.Array) ->
 
     def stepped(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         decay = _DECAY if p.ndim > 1 else 0.0
-        return p - learning_rate * (m * unbias_first / (jnp.sqrt(v * unbias_second) + _EPS) + decay * p)
+        return p - learning_rate * (
+            m * unbias_first / (jnp.sqrt(v * unbias_second) + _EPS) + decay * p
+        )
 
-    return (jax.tree.map(stepped, params, first, second), first, second, count), (loss / weight, norm)
+    return (jax.tree.map(stepped, params, first, second), first, second, count), (
+        loss / weight,
+        norm,
+    )
 
 
 def _gradients(specs: Any, form: Form, params: Params, batch: Any) -> Gradients:
-    """Loss sum, gradient sums and weight sum of the whole batch; on one device's shards, with its own collectives."""
+    """Loss sum, gradient sums and weight sum of the whole batch; on one device's shards, with its
+    own collectives.
+    """
 
     def gather(spec: P, shard: jax.Array) -> jax.Array:
         if "fsdp" not in spec:
@@ -173,12 +198,17 @@ def _gradients(specs: Any, form: Form, params: Params, batch: Any) -> Gradients:
 
     def over_specs(function: Any, tree: Params) -> Params:
         def over(name: str) -> Any:
-            return jax.tree.map(function, specs[name], tree[name], is_leaf=lambda x: isinstance(x, P))
+            return jax.tree.map(
+                function, specs[name], tree[name], is_leaf=lambda x: isinstance(x, P)
+            )
 
         return {name: tree[name] if name in _NEVER_GATHERED else over(name) for name in tree}
 
-    # The balance loss is divided by all tokens and by the layers, and the sum of both losses by the weight.
-    of_balance = form.balance_weight * jax.lax.psum(jnp.sum(batch[2]), "fsdp") / len(params["layers"])
+    # The balance loss is divided by all tokens and by the layers, and the sum of both losses by the
+    # weight.
+    of_balance = (
+        form.balance_weight * jax.lax.psum(jnp.sum(batch[2]), "fsdp") / len(params["layers"])
+    )
     of_balance /= jax.lax.psum(jnp.sum(batch[1] != 0), "fsdp")
 
     def micro_batch(rows: Any) -> Gradients:
@@ -191,12 +221,16 @@ def _gradients(specs: Any, form: Form, params: Params, batch: Any) -> Gradients:
     else:
         nothing = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
         (loss, gradient, weight), _ = jax.lax.scan(
-            lambda sums, rows: (jax.tree.map(jnp.add, sums, micro_batch(rows)), None), nothing, batch
+            lambda sums, rows: (jax.tree.map(jnp.add, sums, micro_batch(rows)), None),
+            nothing,
+            batch,
         )
     return jax.lax.psum(loss, "fsdp"), gradient, jax.lax.psum(weight, "fsdp")
 
 
-def _loss_sums(params: Params, rows: Any, form: Form, of_balance: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _loss_sums(
+    params: Params, rows: Any, form: Form, of_balance: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the sum that is differentiated, and the sum of the token losses."""
     tokens_MxL, segments_MxL, weights_MxL = rows
     x_MxLxD, balance = _hidden(params, tokens_MxL, segments_MxL, form)
@@ -205,7 +239,9 @@ def _loss_sums(params: Params, rows: Any, form: Form, of_balance: jax.Array) -> 
     return loss + of_balance * balance, loss
 
 
-def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, form: Form) -> tuple[jax.Array, jax.Array]:
+def _hidden(
+    params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, form: Form
+) -> tuple[jax.Array, jax.Array]:
     """Returns the hidden states, and the sum of the balance losses of the layers."""
     rows, length = tokens_MxL.shape
     num_heads, balance = form.num_heads, jnp.float32(0)
@@ -225,7 +261,8 @@ def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, form
     for layer in params["layers"]:
         y_MxLxD = _normed(x_MxLxD, layer["attention_norm"])
         q, k, v = (
-            (y_MxLxD @ w).reshape(rows, length, num_heads, head_dim) for w in jnp.split(layer["qkv_Dx3Hh"], 3, axis=1)
+            (y_MxLxD @ w).reshape(rows, length, num_heads, head_dim)
+            for w in jnp.split(layer["qkv_Dx3Hh"], 3, axis=1)
         )
         logits_MxHxLxL = jnp.einsum("mqnh,mknh->mnqk", rotated(q), rotated(k)) * head_dim**-0.5
         attention_MxHxLxL = jax.nn.softmax(jnp.where(visible_Mx1xLxL, logits_MxHxLxL, -1e30))
@@ -236,7 +273,9 @@ def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, form
             y_MxLxD, of_layer = experts_mlp(y_MxLxD, layer, form.experts_per_token)
             x_MxLxD, balance = x_MxLxD + y_MxLxD, balance + of_layer
             continue
-        inner = jnp.einsum("mld,dgf->mlgf", y_MxLxD, layer["gate_up_Dx2F"].reshape(x_MxLxD.shape[-1], 2, -1))
+        inner = jnp.einsum(
+            "mld,dgf->mlgf", y_MxLxD, layer["gate_up_Dx2F"].reshape(x_MxLxD.shape[-1], 2, -1)
+        )
         x_MxLxD = x_MxLxD + (jax.nn.silu(inner[:, :, 0]) * inner[:, :, 1]) @ layer["down_FxD"]
     return _normed(x_MxLxD, params["final_norm"]), balance
 
@@ -246,12 +285,16 @@ def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _fused_loss(x_MxLxD: jax.Array, w_DxV: jax.Array, targets_MxL: jax.Array, weights_MxL: jax.Array) -> jax.Array:
+def _fused_loss(
+    x_MxLxD: jax.Array, w_DxV: jax.Array, targets_MxL: jax.Array, weights_MxL: jax.Array
+) -> jax.Array:
     return _fused_forward(x_MxLxD, w_DxV, targets_MxL, weights_MxL)[0]
 
 
 def _fused_forward(x_MxLxD: Any, w_DxV: Any, targets_MxL: Any, weights_MxL: Any) -> Any:
-    """This device's part of the loss; its gradients in its own rows, and in its own part of V from all tokens."""
+    """This device's part of the loss; its gradients in its own rows, and in its own part of V from
+    all tokens.
+    """
     first_word = jax.lax.axis_index("fsdp") * w_DxV.shape[1]
 
     def piece(sums: Any, part: Any) -> Any:
@@ -259,7 +302,9 @@ def _fused_forward(x_MxLxD: Any, w_DxV: Any, targets_MxL: Any, weights_MxL: Any)
         logits = x @ w_DxV
         peak = jax.lax.pmax(jnp.max(logits, axis=1, keepdims=True), "fsdp")
         exp = jnp.exp(logits - peak)
-        is_target = jax.lax.broadcasted_iota(jnp.int32, exp.shape, 1) == (targets - first_word)[:, None]
+        is_target = (
+            jax.lax.broadcasted_iota(jnp.int32, exp.shape, 1) == (targets - first_word)[:, None]
+        )
         total = jax.lax.psum(jnp.sum(exp, axis=1, keepdims=True), "fsdp")
         of_target = jnp.sum(jnp.where(is_target, logits - peak, 0.0), axis=1)
         loss = jnp.sum((jnp.log(total)[:, 0] / jax.lax.axis_size("fsdp") - of_target) * weights)
@@ -267,12 +312,19 @@ def _fused_forward(x_MxLxD: Any, w_DxV: Any, targets_MxL: Any, weights_MxL: Any)
         scale = weights[:, None] / total
         return (sums[0] + loss, sums[1] + (x * scale).T @ unscaled), (unscaled @ w_DxV.T) * scale
 
-    arrays = [jax.lax.all_gather(array, "fsdp", tiled=True) for array in (x_MxLxD, targets_MxL, weights_MxL)]
+    arrays = [
+        jax.lax.all_gather(array, "fsdp", tiled=True)
+        for array in (x_MxLxD, targets_MxL, weights_MxL)
+    ]
     pieces = max(1, arrays[1].size // PIECE_TOKENS)
     parts = tuple(a.reshape(pieces, -1, *a.shape[2:]) for a in arrays)
     (loss, grad_w), grad_x = jax.lax.scan(piece, (jnp.float32(0), jnp.zeros_like(w_DxV)), parts)
-    grad_x = jax.lax.psum_scatter(grad_x.reshape(arrays[0].shape), "fsdp", scatter_dimension=0, tiled=True)
+    grad_x = jax.lax.psum_scatter(
+        grad_x.reshape(arrays[0].shape), "fsdp", scatter_dimension=0, tiled=True
+    )
     return loss, (grad_x, grad_w)
 
 
-_fused_loss.defvjp(_fused_forward, lambda kept, cotangent: (cotangent * kept[0], cotangent * kept[1], None, None))
+_fused_loss.defvjp(
+    _fused_forward, lambda kept, cotangent: (cotangent * kept[0], cotangent * kept[1], None, None)
+)

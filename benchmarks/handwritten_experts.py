@@ -1,10 +1,10 @@
 """The experts of the hand-written update, in place of its layers' MLP, for a CPU and speed alone.
 
-The choices are sorted by expert and cut into blocks of rows of one expert, whose whole MLP is one step of a loop. The
-rows hold no padding, and the only other figure is the balance loss of each row.
+The choices are sorted by expert and cut into blocks of rows of one expert, whose whole MLP is one
+step of a loop. The rows hold no padding, and the only other figure is the balance loss of each row.
 
-Shapes: M rows of L tokens; T = M x L tokens, n = T x k choices; D model, E experts of which k are a token's, F width of
-an expert, b rows of a block.
+Shapes: M rows of L tokens; T = M x L tokens, n = T x k choices; D model, E experts of which k are a
+token's, F width of an expert, b rows of a block.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import jax.numpy as jnp
 BLOCK_ROWS = 128
 
 
-def experts_mlp(x_MxLxD: jax.Array, layer: dict[str, jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sum of the outputs of each token's experts, and its part of the balance loss of each row.
+def experts_mlp(
+    x_MxLxD: jax.Array, layer: dict[str, jax.Array], k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the outputs of each token's experts, and its part of the balance
+    loss of each row.
 
     The latter is the sum of E sum(f P) of each row times its tokens.
     """
@@ -35,7 +38,12 @@ def experts_mlp(x_MxLxD: jax.Array, layer: dict[str, jax.Array], k: int) -> tupl
     order_n = jnp.argsort(experts_n, stable=True)
     place_n = jnp.zeros_like(order_n).at[order_n].set(jnp.arange(order_n.size), unique_indices=True)
     x_TxD = x_MxLxD.reshape(-1, width)
-    y_nxD = _sorted_mlp(_in_order(x_TxD, order_n, place_n, k), layer["gate_up_ExDx2F"], layer["down_ExFxD"], experts_n)
+    y_nxD = _sorted_mlp(
+        _in_order(x_TxD, order_n, place_n, k),
+        layer["gate_up_ExDx2F"],
+        layer["down_ExFxD"],
+        experts_n,
+    )
     y_TxkxD = _back(y_nxD, order_n, place_n).reshape(-1, k, width)
     y_TxD = jnp.einsum("tkd,tk->td", y_TxkxD, shares_MxLxk.reshape(-1, k))
     return y_TxD.reshape(rows, length, width), balance
@@ -61,7 +69,9 @@ _back.defvjp(lambda y, order, place: (y[place], order), lambda order, g: (g[orde
 
 
 def _blocks(experts_n: jax.Array, num_experts: int) -> tuple[jax.Array, Any]:
-    """Returns the number of blocks, and a function from a block to its expert, its first row and the expert's end."""
+    """Returns the number of blocks, and a function from a block to its expert, its first row and
+    the expert's end.
+    """
     sizes_E = jnp.sum(experts_n[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     ends_E = jnp.cumsum(sizes_E)
     blocks_E = -(-sizes_E // BLOCK_ROWS)
@@ -69,7 +79,9 @@ def _blocks(experts_n: jax.Array, num_experts: int) -> tuple[jax.Array, Any]:
 
     def block(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         expert = jnp.searchsorted(last_E, i, side="right")
-        first = ends_E[expert] - sizes_E[expert] + (i - last_E[expert] + blocks_E[expert]) * BLOCK_ROWS
+        first = (
+            ends_E[expert] - sizes_E[expert] + (i - last_E[expert] + blocks_E[expert]) * BLOCK_ROWS
+        )
         return expert, first, ends_E[expert]
 
     return last_E[-1], block
@@ -89,7 +101,9 @@ def _put(x: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _sorted_mlp(x_nxD: jax.Array, gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array, experts_n: jax.Array) -> jax.Array:
+def _sorted_mlp(
+    x_nxD: jax.Array, gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array, experts_n: jax.Array
+) -> jax.Array:
     return _sorted_forward(x_nxD, gate_up_ExDx2F, down_ExFxD, experts_n)[0]
 
 
@@ -105,7 +119,10 @@ def _sorted_forward(x_nxD: Any, gate_up_ExDx2F: Any, down_ExFxD: Any, experts_n:
         y_bxD = (jax.nn.silu(gate_bxF) * up_bxF) @ down_ExFxD[expert]
         return _put(y, y_bxD, first), _put(both, both_bx2F, first)
 
-    nothing = jnp.zeros_like(x_padded), jnp.zeros((x_padded.shape[0], gate_up_ExDx2F.shape[2]), x_nxD.dtype)
+    nothing = (
+        jnp.zeros_like(x_padded),
+        jnp.zeros((x_padded.shape[0], gate_up_ExDx2F.shape[2]), x_nxD.dtype),
+    )
     y, both = jax.lax.fori_loop(0, count, step, nothing)
     return y[: x_nxD.shape[0]], (x_padded, both, gate_up_ExDx2F, down_ExFxD, experts_n)
 

@@ -54,13 +54,22 @@ class Measurement:
             "max": ordered[-1] if ordered else None,
         }
         return {
-            "name": self.name, "value": self.value, "unit": self.unit, "bar": self.bar, "sense": self.sense,
-            "passed": self.passed, **spread, "samples": list(self.samples), "detail": dict(self.detail),
-        }  # fmt: skip
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "bar": self.bar,
+            "sense": self.sense,
+            "passed": self.passed,
+            **spread,
+            "samples": list(self.samples),
+            "detail": dict(self.detail),
+        }
 
 
 def seconds_in_turns(sides: Mapping[Key, Callable[[], Any]], turns: int) -> dict[Key, list[float]]:
-    """Seconds of every side in every turn: A B, B A, A B, ..., so that other load affects all of them."""
+    """Seconds of every side in every turn: A B, B A, A B, ..., so that other load affects all of
+    them.
+    """
     seconds: dict[Key, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         order = list(sides.items())
@@ -72,10 +81,17 @@ def seconds_in_turns(sides: Mapping[Key, Callable[[], Any]], turns: int) -> dict
 
 
 def ratio(
-    name: str, above: Sequence[float], below: Sequence[float], *, bar: float | None = None,
-    sense: Literal["at least", "at most"] = "at most", scale: float = 1.0,
-) -> Measurement:  # fmt: skip
-    """The ratio of two medians, times `scale`, with the ratios of the single turns as its spread."""
+    name: str,
+    above: Sequence[float],
+    below: Sequence[float],
+    *,
+    bar: float | None = None,
+    sense: Literal["at least", "at most"] = "at most",
+    scale: float = 1.0,
+) -> Measurement:
+    """The ratio of two medians, times `scale`, with the ratios of the single turns as its
+    spread.
+    """
     return Measurement(
         name,
         scale * statistics.median(above) / statistics.median(below),

@@ -1,7 +1,8 @@
 """Anonymous memory of `maxbatch prepare` and of a stream, with four times as many documents.
 
-The memory is the largest sum over a command's process and its children, polled; mapped files do not count, since the
-system drops their pages. `best_fit` computes its packing in memory; its figure is bytes per document.
+The memory is the largest sum over a command's process and its children, polled; mapped files do not
+count, since the system drops their pages. `best_fit` computes its packing in memory; its figure is
+bytes per document.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ draw = random.Random(0)
 for _ in range(50):
     stream.batch([draw.randrange(10**12) for _ in range(16)])
 """
-_STREAMS = {"concatenate": (), "one document a row": ("packing=false",), "held-out documents": ("eval_fraction=0.1",)}
+_STREAMS = {
+    "concatenate": (),
+    "one document a row": ("packing=false",),
+    "held-out documents": ("eval_fraction=0.1",),
+}
 
 
 def measure(quick: bool) -> list[Measurement]:
@@ -38,11 +43,13 @@ def measure(quick: bool) -> list[Measurement]:
         few, many = (_peaks(Path(name, str(size)), size) for size in (count, _TIMES * count))
     measured = [
         Measurement(
-            f"{what}: peak of {_TIMES * count:,} documents over {count:,}", many[what] / few[what], bar=BAR,
+            f"{what}: peak of {_TIMES * count:,} documents over {count:,}",
+            many[what] / few[what],
+            bar=BAR,
             detail={"few_bytes": few[what], "many_bytes": many[what]},
         )
         for what in ("prepare", *_STREAMS)
-    ]  # fmt: skip
+    ]
     packing = (many["best_fit"] - few["best_fit"]) / ((_TIMES - 1) * count)
     return [*measured, Measurement("best_fit: bytes a document", packing, "B")]
 
@@ -54,7 +61,16 @@ def _peaks(folder: Path, num_documents: int) -> dict[str, int]:
             file.write(json.dumps({"text": f"document {number} " + "x" * (number % 20)}) + "\n")
     cache = f"data_cache_dir={folder / 'cache'}"
     data = ("dataset_type=jsonl", f"dataset_path={folder / 'web.jsonl'}", cache)
-    command = ("-m", "maxbatch", "prepare", *data, "--workers", "1", "--output", str(folder / "tokens"))
+    command = (
+        "-m",
+        "maxbatch",
+        "prepare",
+        *data,
+        "--workers",
+        "1",
+        "--output",
+        str(folder / "tokens"),
+    )
     found = {"prepare": _peak(command)}
     for name, keys in {**_STREAMS, "best_fit": ("packing_strategy=best_fit",)}.items():
         found[name] = _peak(("-c", _READ, f"dataset_path={folder / 'tokens'}", cache, *keys))
@@ -69,7 +85,9 @@ def _peak(arguments: tuple[str, ...]) -> int:
         most = max(most, _anonymous(process.pid))
         time.sleep(_POLL_S)
     if process.returncode:
-        raise BenchmarkError(f"{' '.join(arguments)[:200]} ended with exit code {process.returncode}")
+        raise BenchmarkError(
+            f"{' '.join(arguments)[:200]} ended with exit code {process.returncode}"
+        )
     return most
 
 

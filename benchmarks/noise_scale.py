@@ -1,4 +1,6 @@
-"""(g) The cost of measuring the gradient noise scale: the same update with and without it, in turns."""
+"""(g) The cost of measuring the gradient noise scale: the same update with and without it, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def measure(quick: bool) -> list[Measurement]:
         abstract = abstract_state(config.update, mesh)
         shape = BatchShape(2 * jax.device_count(), _MICRO_BATCHES)
         staged = Placement(batch_sharding(mesh), config.max_target_length).abstract_batch(shape)
-        executable = make_train_step(config.update, mesh, abstract).lower(abstract, staged, *scalars).compile()
+        executable = (
+            make_train_step(config.update, mesh, abstract)
+            .lower(abstract, staged, *scalars)
+            .compile()
+        )
         trainers[measures] = TrainerStep(config, mesh, abstract, executable, shape)
     rows = rows_of_documents(shape.micro_batch * _MICRO_BATCHES, config)
     sides = {name: partial(trainer, rows, _MICRO_BATCHES) for name, trainer in trainers.items()}

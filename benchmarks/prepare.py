@@ -1,6 +1,8 @@
-"""(f) The work of `maxbatch prepare` with two workers, their start included, against what it is made of: for BPE the
-tokenizer library's own batch call over the same documents (it uses threads itself), for bytes a loop in numpy that
-reads the same files, checks UTF-8 and writes the tokens. Bytes mostly wait for the disk."""
+"""(f) The work of `maxbatch prepare` with two workers, their start included, against what it is
+made of: for BPE the tokenizer library's own batch call over the same documents (it uses threads
+itself), for bytes a loop in numpy that reads the same files, checks UTF-8 and writes the tokens.
+Bytes mostly wait for the disk.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ def measure(quick: bool) -> list[Measurement]:
     """Ratios of MB/s, bytes and BPE."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        measured = [_bytes(folder, 1 if quick else _MEGABYTES["bytes"], 1 if quick else _TURNS["bytes"])]
-        measured.append(_bpe(folder, 1 if quick else _MEGABYTES["BPE"], 1 if quick else _TURNS["BPE"]))
+        measured = [
+            _bytes(folder, 1 if quick else _MEGABYTES["bytes"], 1 if quick else _TURNS["bytes"])
+        ]
+        measured.append(
+            _bpe(folder, 1 if quick else _MEGABYTES["BPE"], 1 if quick else _TURNS["BPE"])
+        )
     return measured
 
 
@@ -49,7 +55,12 @@ def _bytes(folder: Path, megabytes: int, turns: int) -> Measurement:
             tokens.flush()
             os.fsync(tokens)
 
-    config = ["dataset_type=text", f"dataset_path={folder / 'text'}", "add_bos=false", "add_eos=false"]
+    config = [
+        "dataset_type=text",
+        f"dataset_path={folder / 'text'}",
+        "add_bos=false",
+        "add_eos=false",
+    ]
     return _compared("bytes", folder, config, plain, megabytes, turns)
 
 
@@ -65,16 +76,29 @@ def _bpe(folder: Path, megabytes: int, turns: int) -> Measurement:
     def library() -> None:
         Tokenizer.from_file(str(tokenizer)).encode_batch(documents, add_special_tokens=False)
 
-    config = ["dataset_type=jsonl", f"dataset_path={path}", "tokenizer_type=huggingface",
-              f"tokenizer_path={tokenizer}", "add_bos=false"]  # fmt: skip
+    config = [
+        "dataset_type=jsonl",
+        f"dataset_path={path}",
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={tokenizer}",
+        "add_bos=false",
+    ]
     return _compared("BPE", folder, config, library, megabytes, turns)
 
 
 def _compared(
-    name: str, folder: Path, overrides: list[str], other: Callable[[], Any], megabytes: int, turns: int
+    name: str,
+    folder: Path,
+    overrides: list[str],
+    other: Callable[[], Any],
+    megabytes: int,
+    turns: int,
 ) -> Measurement:
     config = load_config(overrides=overrides).store
-    source, tokenizer = DocumentSource.from_config(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    source, tokenizer = (
+        DocumentSource.from_config(config),
+        make_tokenizer(config.tokenizer_type, config.tokenizer_path),
+    )
 
     def prepare() -> None:
         with tempfile.TemporaryDirectory(dir=folder) as output:
@@ -83,9 +107,12 @@ def _compared(
     seconds = seconds_in_turns({"prepare": prepare, "other": other}, turns)
     what = {"bytes": "a numpy loop", "BPE": "Tokenizer.encode_batch"}[name]
     return ratio(
-        f"prepare / {what}, {megabytes} MB, {WORKERS} workers, MB/s", seconds["other"], seconds["prepare"],
-        bar=BAR, sense="at least",
-    )  # fmt: skip
+        f"prepare / {what}, {megabytes} MB, {WORKERS} workers, MB/s",
+        seconds["other"],
+        seconds["prepare"],
+        bar=BAR,
+        sense="at least",
+    )
 
 
 def _documents(megabytes: int) -> Iterator[str]:
@@ -107,7 +134,9 @@ def _text_files(folder: Path, megabytes: int) -> list[Path]:
     text = "\n\n".join(_documents(2)).encode()
     files = [folder / f"{number:05}.txt" for number in range(megabytes)]
     for number, file in enumerate(files):
-        file.write_bytes(text[number % 1000 : number % 1000 + 10**6].decode(errors="ignore").encode())
+        file.write_bytes(
+            text[number % 1000 : number % 1000 + 10**6].decode(errors="ignore").encode()
+        )
     return files
 
 
@@ -117,8 +146,10 @@ def _train_bpe(path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False,
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(_documents(5), trainer)
     tokenizer.save(str(path))

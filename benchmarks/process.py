@@ -1,7 +1,9 @@
-"""(n) `maxbatch train` as a process, against the hand-written update in a process of its own, in turns.
+"""(n) `maxbatch train` as a process, against the hand-written update in a process of its own, in
+turns.
 
-The threads of a run (feed, records, placement) share the cores with its update: only the whole process shows what they
-cost. `python -m benchmarks.process OUT.json MICRO_BATCHES UPDATES KEY=VALUE ...` is the hand-written side.
+The threads of a run (feed, records, placement) share the cores with its update: only the whole
+process shows what they cost. `python -m benchmarks.process OUT.json MICRO_BATCHES UPDATES KEY=VALUE
+...` is the hand-written side.
 """
 
 from __future__ import annotations
@@ -39,25 +41,42 @@ def measure(quick: bool) -> list[Measurement]:
 def _ratio(num_micro_batches: int, model: tuple[str, ...], turns: int, updates: int) -> Measurement:
     sides = {"hand-written": _seconds_by_hand, "command": _seconds_of_command}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    keys = (*model, f"per_device_batch_size={_ROWS}", f"gradient_accumulation_steps={num_micro_batches}")
+    keys = (
+        *model,
+        f"per_device_batch_size={_ROWS}",
+        f"gradient_accumulation_steps={num_micro_batches}",
+    )
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(turns):
             for name, side in sides.items():
-                seconds[name].append(side(Path(folder, f"{name}{turn}"), num_micro_batches, updates, keys))
+                seconds[name].append(
+                    side(Path(folder, f"{name}{turn}"), num_micro_batches, updates, keys)
+                )
     name = f"whole process, accumulation {num_micro_batches}"
     return ratio(name, seconds["hand-written"], seconds["command"], bar=BAR, sense="at least")
 
 
-def _seconds_of_command(run_dir: Path, num_micro_batches: int, updates: int, keys: tuple[str, ...]) -> float:
+def _seconds_of_command(
+    run_dir: Path, num_micro_batches: int, updates: int, keys: tuple[str, ...]
+) -> float:
     """Returns the median seconds of an update of `maxbatch train`."""
     del num_micro_batches  # stands in the keys
-    arguments = (*RUN, *keys, f"steps={updates}", f"run_dir={run_dir}", "--simulate-devices", str(_DEVICES))
+    arguments = (
+        *RUN,
+        *keys,
+        f"steps={updates}",
+        f"run_dir={run_dir}",
+        "--simulate-devices",
+        str(_DEVICES),
+    )
     log = run_dir.with_suffix(".log")
     finish(start("maxbatch", "train", *arguments, log=log, cache=run_dir.with_name("cache")), log)
     return statistics.median(record["step_time_s"] for record in metrics_of(run_dir)[_WARM_UP:])
 
 
-def _seconds_by_hand(place: Path, num_micro_batches: int, updates: int, keys: tuple[str, ...]) -> float:
+def _seconds_by_hand(
+    place: Path, num_micro_batches: int, updates: int, keys: tuple[str, ...]
+) -> float:
     """Returns the median seconds of a hand-written update with the placement of its rows."""
     output, log = place.with_suffix(".json"), place.with_suffix(".log")
     arguments = (str(output), str(num_micro_batches), str(updates), *keys)

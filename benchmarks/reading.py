@@ -1,9 +1,11 @@
-"""(m) Weights of 3 billion parameters from safetensors onto 8 devices, against the library `safetensors` alone.
+"""(m) Weights of 3 billion parameters from safetensors onto 8 devices, against the library
+`safetensors` alone.
 
-The files are random, 2 bytes a value, of Llama 3.2 3B's shapes. They are read with `weight_dtype=bfloat16` onto fsdp=8,
-and by the library, which only brings every tensor into memory. Each side reads twice in a process of its own, in turns,
-and the second time counts: the first includes allocating the memory and filling the file cache. The peak is that of the
-whole process, including mapped files and imports.
+The files are random, 2 bytes a value, of Llama 3.2 3B's shapes. They are read with
+`weight_dtype=bfloat16` onto fsdp=8, and by the library, which only brings every tensor into memory.
+Each side reads twice in a process of its own, in turns, and the second time counts: the first
+includes allocating the memory and filling the file cache. The peak is that of the whole process,
+including mapped files and imports.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ _QUICK = ("base_num_decoder_layers=2", "vocab_size=1000", "base_mlp_dim=256", "b
 def measure(quick: bool) -> list[Measurement]:
     """The ratio of the speeds, and of the peak to the weights."""
     if importlib.util.find_spec("safetensors") is None:
-        print("benchmarks: reading: skipped: needs the library safetensors (the extra parity)", file=sys.stderr)
+        print(
+            "benchmarks: reading: skipped: needs the library safetensors (the extra parity)",
+            file=sys.stderr,
+        )
         return []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,7 +59,11 @@ def measure(quick: bool) -> list[Measurement]:
                 if side == "maxbatch":
                     peaks.append(found["peak_bytes"] / num_bytes)
         speed = ratio(
-            "speed of safetensors alone", seconds["safetensors"], seconds["maxbatch"], bar=SPEED, sense="at least"
+            "speed of safetensors alone",
+            seconds["safetensors"],
+            seconds["maxbatch"],
+            bar=SPEED,
+            sense="at least",
         )
         peak = Measurement("peak memory over the weights'", max(peaks), samples=peaks, bar=MEMORY)
         return [speed, peak, Measurement("weights", num_bytes / 1e9, "GB")]
@@ -73,13 +82,20 @@ def _write_model(folder: Path, overrides: tuple[str, ...]) -> int:
     names, step = list(shapes), 9 * _LAYERS_A_FILE
     for number, first in enumerate(range(0, len(names), step)):
         some = names[first : first + step]
-        write_tensors(folder / f"{number}.safetensors", "BF16", {name: shapes[name] for name in some}, arrays(some))
+        write_tensors(
+            folder / f"{number}.safetensors",
+            "BF16",
+            {name: shapes[name] for name in some},
+            arrays(some),
+        )
     (folder / "config.json").write_text(json.dumps(config_json(config.decoder, "bfloat16", {})))
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 def _read_apart(side: str, folder: Path) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.reading", side, folder], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.reading", side, folder], capture_output=True, text=True
+    )
     if done.returncode:
         raise BenchmarkError(f"reading by {side} failed:\n{done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout)

@@ -1,4 +1,5 @@
-"""(m) Requests that a run in an object store makes, counted at the proxy before an emulator of the store.
+"""(m) Requests that a run in an object store makes, counted at the proxy before an emulator of the
+store.
 
 Needs the emulators of the `test` extra.
 """
@@ -23,7 +24,8 @@ from tests.helpers.tiny import TINY_MODEL
 
 ROWS = 16  # B
 READS_BESIDE_ROWS = 8
-OBJECTS_OF_A_RESUME = 11  # beside the arrays, with the run's id and the config of the session before
+# beside the arrays, with the run's id and the config of the session before
+OBJECTS_OF_A_RESUME = 11
 WRITES_A_MINUTE = 6
 _WARM_UP = 3  # updates
 _RUN = (
@@ -51,7 +53,9 @@ class _Paced(Output):
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Reads of an update, shuffled and in order; objects that a resume reads; writes per minute of a steady run."""
+    """Reads of an update, shuffled and in order; objects that a resume reads; writes per minute of
+    a steady run.
+    """
     found = []
     for scheme in SCHEMES:
         with serving(scheme) as store, tempfile.TemporaryDirectory() as folder:
@@ -69,8 +73,18 @@ def measure(quick: bool) -> list[Measurement]:
 def prepare(bucket: str, folder: Path) -> None:
     """Writes tokens into a bucket, enough that rows of an update are unlikely to be adjacent."""
     documents = folder / "documents.jsonl"
-    documents.write_text("\n".join(json.dumps({"text": f"{number} " + "word " * 400}) for number in range(5000)))
-    if main(["prepare", "dataset_type=jsonl", f"dataset_path={documents}", "--output", f"{bucket}/tokens"]):
+    documents.write_text(
+        "\n".join(json.dumps({"text": f"{number} " + "word " * 400}) for number in range(5000))
+    )
+    if main(
+        [
+            "prepare",
+            "dataset_type=jsonl",
+            f"dataset_path={documents}",
+            "--output",
+            f"{bucket}/tokens",
+        ]
+    ):
         raise BenchmarkError("the tokens could not be prepared")
 
 
@@ -87,10 +101,20 @@ def reads_of_an_update(store: Store, bucket: str, shuffled: str, bar: float) -> 
     steps = 40
     store.forget()
     order = f"enable_data_shuffling={shuffled}"
-    times = _train(bucket, f"shuffled-{shuffled}", order, f"steps={steps}", "checkpoint_period=1000")
-    reads = [at for at, method, *_ in store.requests() if method == "GET" and times[_WARM_UP - 1] < at <= times[-1]]
+    times = _train(
+        bucket, f"shuffled-{shuffled}", order, f"steps={steps}", "checkpoint_period=1000"
+    )
+    reads = [
+        at
+        for at, method, *_ in store.requests()
+        if method == "GET" and times[_WARM_UP - 1] < at <= times[-1]
+    ]
     what = "shuffled rows" if shuffled == "true" else "rows side by side"
-    return Measurement(f"{store.scheme}: reads of an update of {ROWS} {what}", len(reads) / (steps - _WARM_UP), bar=bar)
+    return Measurement(
+        f"{store.scheme}: reads of an update of {ROWS} {what}",
+        len(reads) / (steps - _WARM_UP),
+        bar=bar,
+    )
 
 
 def objects_of_a_resume(store: Store, bucket: str) -> Measurement:
@@ -103,27 +127,37 @@ def objects_of_a_resume(store: Store, bucket: str) -> Measurement:
     read = {
         name
         for at, method, path, _, status in store.requests()
-        if method == "GET" and status in (200, 206) and begun <= at <= first and (name := _object(path, bucket))
-        and not _ARRAYS.search(name) and not name.endswith("tokens.bin")
-    }  # fmt: skip
+        if method == "GET"
+        and status in (200, 206)
+        and begun <= at <= first
+        and (name := _object(path, bucket))
+        and not _ARRAYS.search(name)
+        and not name.endswith("tokens.bin")
+    }
     detail = {"objects": sorted(read)}
     name = f"{store.scheme}: objects read by a resume, beside arrays"
     return Measurement(name, len(read), bar=OBJECTS_OF_A_RESUME, detail=detail)
 
 
 def _object(path: str, bucket: str) -> str | None:
-    """Returns the name of the object whose content a GET asks for; None for a listing or its metadata."""
+    """Returns the name of the object whose content a GET asks for; None for a listing or its
+    metadata.
+    """
     name = bucket.partition("://")[2]
     url, _, query = path.partition("?")
     if bucket.startswith("s3"):
         key = url.removeprefix(f"/{name}").strip("/")
         return f"/{key}" if key and "list-type" not in query else None
     match = re.search(rf"/b/{name}/o/(.+)", url)
-    return f"/{match[1]}" if match and ("alt=media" in query or url.startswith("/download")) else None
+    return (
+        f"/{match[1]}" if match and ("alt=media" in query or url.startswith("/download")) else None
+    )
 
 
 def writes_a_minute(store: Store, bucket: str, seconds: float) -> Measurement:
-    """Counts writes of the metrics and the lease by a run that is neither starting, saving nor ending."""
+    """Counts writes of the metrics and the lease by a run that is neither starting, saving nor
+    ending.
+    """
     step_s = 0.1
     store.forget()
     steps = f"steps={int(seconds / step_s)}"
@@ -131,7 +165,9 @@ def writes_a_minute(store: Store, bucket: str, seconds: float) -> Measurement:
     writes = [
         at
         for at, method, path, *_ in store.requests()
-        if method in ("PUT", "POST", "DELETE") and _STEADY.search(path) and times[0] < at < times[-1]
+        if method in ("PUT", "POST", "DELETE")
+        and _STEADY.search(path)
+        and times[0] < at < times[-1]
     ]
     minutes = (times[-1] - times[0]) / 60
     name = f"{store.scheme}: writes a minute of metrics and lease"

@@ -1,10 +1,11 @@
-"""(i) Tokens/s of sampling: with the key-value cache against a forward pass over the whole window for every token, and
-groups that share their prompt's cache against rows that each have their own.
+"""(i) Tokens/s of sampling: with the key-value cache against a forward pass over the whole window
+for every token, and groups that share their prompt's cache against rows that each have their own.
 
-The model is the default one. Both sides must draw the same tokens. Without the cache the time of a token does not
-depend on its position, so that side draws fewer.
+The model is the default one. Both sides must draw the same tokens. Without the cache the time of a
+token does not depend on its position, so that side draws fewer.
 
-Shapes: B rows, P tokens of a prompt, L tokens of a row, D model, V vocabulary; Q prompts, G rows of each.
+Shapes: B rows, P tokens of a prompt, L tokens of a row, D model, V vocabulary; Q prompts, G rows of
+each.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
     sampler = Sampler(config.decoder, _Endless(), None, prompt_length=_P)
-    prompts, greedy = sampler.rows(list(prompts_BxP), np.zeros((rows, 3))), SamplingRules(temperature=0.0)
+    prompts, greedy = (
+        sampler.rows(list(prompts_BxP), np.zeros((rows, 3))),
+        SamplingRules(temperature=0.0),
+    )
 
     def with_cache() -> jax.Array:
         return jax.block_until_ready(sampler(params, prompts, greedy).tokens_BxL)
@@ -56,10 +60,14 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
         decoder = nnx.merge(graphdef, params)
 
         def next_token(position: jax.Array, tokens_BxL: jax.Array) -> jax.Array:
-            segments_BxL = jnp.broadcast_to(jnp.arange(length) < position, tokens_BxL.shape).astype(jnp.int32)
+            segments_BxL = jnp.broadcast_to(jnp.arange(length) < position, tokens_BxL.shape).astype(
+                jnp.int32
+            )
             x_BxD = decoder.hidden(tokens_BxL, segments_BxL).x_MxLxD[:, position - 1]
             logits_BxV = x_BxD @ decoder.output_projection()
-            return tokens_BxL.at[:, position].set(jnp.argmax(logits_BxV[:, :256], axis=1).astype(jnp.int32))
+            return tokens_BxL.at[:, position].set(
+                jnp.argmax(logits_BxV[:, :256], axis=1).astype(jnp.int32)
+            )
 
         return jax.lax.fori_loop(_P, _P + tokens_without, next_token, tokens_BxL)
 
@@ -74,8 +82,12 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     seconds = seconds_in_turns({"with": with_cache, "without": without_cache}, turns)
     return ratio(
         f"tokens/s, cache / no cache, {length} tokens, batch {rows}",
-        seconds["without"], seconds["with"], bar=BAR, sense="at least", scale=(length - _P) / tokens_without,
-    )  # fmt: skip
+        seconds["without"],
+        seconds["with"],
+        bar=BAR,
+        sense="at least",
+        scale=(length - _P) / tokens_without,
+    )
 
 
 def _shared(prompt: int, response: int, turns: int) -> Measurement:
@@ -92,9 +104,15 @@ def _shared(prompt: int, response: int, turns: int) -> Measurement:
         return jax.block_until_ready(sampler(params, prompts, SamplingRules()).tokens_BxL)
 
     if not np.array_equal(drawn(1), drawn(group)):
-        raise BenchmarkError("rows that share a prompt's cache and rows that do not take different tokens")
+        raise BenchmarkError(
+            "rows that share a prompt's cache and rows that do not take different tokens"
+        )
     seconds = seconds_in_turns({"shared": lambda: drawn(1), "own": lambda: drawn(group)}, turns)
     return ratio(
-        f"tokens/s, a prompt of {prompt} read once / by each row, {response} tokens, {num_prompts} groups of {group}",
-        seconds["own"], seconds["shared"], bar=SHARED_BAR, sense="at least",
-    )  # fmt: skip
+        f"tokens/s, a prompt of {prompt} read once / by each row, {response} tokens, "
+        f"{num_prompts} groups of {group}",
+        seconds["own"],
+        seconds["shared"],
+        bar=SHARED_BAR,
+        sense="at least",
+    )

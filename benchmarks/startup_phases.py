@@ -1,7 +1,8 @@
-"""The phases of a run's start: `python -m benchmarks.startup_phases OUT.json SECONDS_OF_START KEY=VALUE ...`.
+"""The phases of a run's start: `python -m benchmarks.startup_phases OUT.json SECONDS_OF_START
+KEY=VALUE ...`.
 
-Does what `maxbatch train` does up to its first executable, importing one library after the other, and writes the
-seconds of each phase.
+Does what `maxbatch train` does up to its first executable, importing one library after the other,
+and writes the seconds of each phase.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Saving and restoring a state, in each of several checkouts: `python -m benchmarks.states CHECKOUT [CHECKOUT ...]`.
+"""Saving and restoring a state, in each of several checkouts: `python -m benchmarks.states CHECKOUT
+[CHECKOUT ...]`.
 
-Hosts are processes of one device each. A state is saved into a run folder on a disk and in both emulated stores, and as
-a local checkpoint; then it is restored, checksums included, onto the same mesh and onto one whose axes are swapped.
-Checkouts take turns, so that other load affects all of them. The first save of a process compiles and is not measured.
-Needs the emulators of the `test` extra.
+Hosts are processes of one device each. A state is saved into a run folder on a disk and in both
+emulated stores, and as a local checkpoint; then it is restored, checksums included, onto the same
+mesh and onto one whose axes are swapped. Checkouts take turns, so that other load affects all of
+them. The first save of a process compiles and is not measured. Needs the emulators of the `test`
+extra.
 """
 
 from __future__ import annotations
@@ -47,19 +49,35 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
-    parser.add_argument("--megabytes", type=int, default=600, help="of the state, parameters and two moments together")
-    parser.add_argument("--megabytes-in-stores", type=int, default=96, help="the emulators keep objects in memory")
+    parser.add_argument(
+        "--megabytes",
+        type=int,
+        default=600,
+        help="of the state, parameters and two moments together",
+    )
+    parser.add_argument(
+        "--megabytes-in-stores", type=int, default=96, help="the emulators keep objects in memory"
+    )
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 140)
     for place in arguments.places:
-        megabytes = arguments.megabytes if place in ("disk", "local") else arguments.megabytes_in_stores
-        found: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
+        megabytes = (
+            arguments.megabytes if place in ("disk", "local") else arguments.megabytes_in_stores
+        )
+        found: dict[Path, list[dict[str, float]]] = {
+            checkout: [] for checkout in arguments.checkouts
+        }
         for turn in range(arguments.turns):
             for checkout in arguments.checkouts[:: -1 if turn % 2 else 1]:
                 found[checkout].append(measure(checkout, place, megabytes, arguments.hosts))
-        console.print(_table(f"{place}: {megabytes} MB, {arguments.hosts} hosts, median of {arguments.turns}", found))
+        console.print(
+            _table(
+                f"{place}: {megabytes} MB, {arguments.hosts} hosts, median of {arguments.turns}",
+                found,
+            )
+        )
     return 0
 
 
@@ -69,8 +87,12 @@ def _table(title: str, found: dict[Path, list[dict[str, float]]]) -> Table:
     for checkout in found:
         table.add_column(checkout.name, justify="right")
     for figure, name in FIGURES.items():
-        medians = [statistics.median(turn[figure] for turn in turns if figure in turn) if figure in turns[0] else None
-                   for turns in found.values()]  # fmt: skip
+        medians = [
+            statistics.median(turn[figure] for turn in turns if figure in turn)
+            if figure in turns[0]
+            else None
+            for turns in found.values()
+        ]
         if any(median is not None for median in medians):
             table.add_row(name, *("" if median is None else f"{median:.2f}" for median in medians))
     return table
@@ -84,17 +106,31 @@ def measure(checkout: Path, place: str, megabytes: int, num_hosts: int) -> dict[
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-states-")))
         run_dir = str(folder / "run")
-        environment = os.environ | {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | {
+            "PYTHONPATH": str(checkout),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+        }
         if place in ("gs", "s3"):
             store = stack.enter_context(serving(place))
             run_dir = store.bucket() + "/run"
             environment |= store.environment | {"STATES_STORE_PORT": str(store.port)}
         environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
-        command = [sys.executable, "-P", __file__, "--host", place, run_dir, str(folder), str(megabytes)]
+        command = [
+            sys.executable,
+            "-P",
+            __file__,
+            "--host",
+            place,
+            run_dir,
+            str(folder),
+            str(megabytes),
+        ]
         hosts = [
             subprocess.Popen(
                 command,
-                env=environment | {"JAX_NUM_PROCESSES": str(num_hosts), "JAX_PROCESS_ID": str(host)},
+                env=environment
+                | {"JAX_NUM_PROCESSES": str(num_hosts), "JAX_PROCESS_ID": str(host)},
                 stdout=subprocess.PIPE if host == 0 else subprocess.DEVNULL,
                 stderr=None if host == 0 else subprocess.DEVNULL,
                 text=True,
@@ -107,7 +143,9 @@ def measure(checkout: Path, place: str, megabytes: int, num_hosts: int) -> dict[
             other.kill()  # they have finished if the first one has; without it JAX aborts them
             other.wait()
         if hosts[0].returncode:
-            raise SystemExit(f"{checkout}: {place}: the first host ended with {hosts[0].returncode}")
+            raise SystemExit(
+                f"{checkout}: {place}: the first host ended with {hosts[0].returncode}"
+            )
         figures: dict[str, float] = json.loads(output.splitlines()[-1])
         return figures
 
@@ -124,7 +162,9 @@ class _Requests:
     def _ask(self, method: str) -> bytes:
         import http.client
 
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", int(self._port or 0))) as connection:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", int(self._port or 0))
+        ) as connection:
             connection.request(method, "/__log__")
             return connection.getresponse().read()
 
@@ -156,18 +196,24 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
 
     join(60)
     num_hosts = jax.process_count()
-    rows = megabytes * (1 << 20) // (4 * 3 * _NUM_ARRAYS * _LAYERS * _COLUMNS) // num_hosts * num_hosts
+    rows = (
+        megabytes * (1 << 20) // (4 * 3 * _NUM_ARRAYS * _LAYERS * _COLUMNS) // num_hosts * num_hosts
+    )
     shape = (_LAYERS, rows, _COLUMNS)
     mesh = jax.make_mesh((num_hosts,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     split, other = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P(None, None, "fsdp"))
     random = np.random.default_rng(jax.process_index())
 
     def part(index: Any) -> np.ndarray:
-        return random.standard_normal([len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True)],
-                                      np.float32)  # fmt: skip
+        return random.standard_normal(
+            [len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True)],
+            np.float32,
+        )
 
     def tree(leaf: Any) -> nnx.State:
-        return nnx.from_flat_state([(("layers", f"w{i}"), nnx.Param(leaf())) for i in range(_NUM_ARRAYS)])
+        return nnx.from_flat_state(
+            [(("layers", f"w{i}"), nnx.Param(leaf())) for i in range(_NUM_ARRAYS)]
+        )
 
     def state_of(leaf: Any) -> TrainState:
         return TrainState(tree(leaf), {"mu": tree(leaf), "nu": tree(leaf)})
@@ -181,7 +227,13 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
     there = as_path(run_dir)
     if is_first():
         there.mkdir(exist_ok=True)
-        line = {"tokens_seen": 1, "global_batch_size": 1, "stage": 0, "loss": 1.0, "learning_rate": 0.1}
+        line = {
+            "tokens_seen": 1,
+            "global_batch_size": 1,
+            "stage": 0,
+            "loss": 1.0,
+            "learning_rate": 0.1,
+        }
         lines = [json.dumps({"step": step, "samples_seen": step, **line}) for step in (1, 2)]
         (there / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     gather(None)
@@ -190,7 +242,9 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
         return Checkpoints(there, 1, {"data": {}, "model": {}}, print, run_id="run")
 
     def local() -> LocalCheckpoints:
-        return LocalCheckpoints(str(folder / "local"), there, RunIdentity("run", False, ""), checkpoints(), print)
+        return LocalCheckpoints(
+            str(folder / "local"), there, RunIdentity("run", False, ""), checkpoints(), print
+        )
 
     @contextlib.contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -200,7 +254,10 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
         started, cpu = time.perf_counter(), time.process_time()
         yield
         used = time.process_time() - cpu
-        figures[f"{name}_s"], figures[f"{name}_cpu_s"] = max(gather(time.perf_counter() - started)), sum(gather(used))
+        figures[f"{name}_s"], figures[f"{name}_cpu_s"] = (
+            max(gather(time.perf_counter() - started)),
+            sum(gather(used)),
+        )
 
     for step in (1, 2):
         saved = local() if place == "local" else checkpoints()

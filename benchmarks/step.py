@@ -1,8 +1,8 @@
 """(a) The trainer's update and its whole loop against the same update written by hand.
 
-Both start from the same parameters and train on the same rows; before anything is timed, three updates must give
-the same losses and gradient norms. Then hand-written update, trainer's update and trainer's loop (feed, recording
-of metrics, learning rate) take turns in one process.
+Both start from the same parameters and train on the same rows; before anything is timed, three
+updates must give the same losses and gradient norms. Then hand-written update, trainer's update and
+trainer's loop (feed, recording of metrics, learning rate) take turns in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import jax
 
 from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
-from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
+from benchmarks.trainer import (
+    LEARNING_RATE,
+    MODEL,
+    QUICK_MODEL,
+    RUN,
+    TrainerStep,
+    rows_of_documents,
+)
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import StagedBatch
@@ -39,7 +46,10 @@ class FeedInTurns:
     """
 
     def __init__(
-        self, feed: Iterator[StagedBatch], others: Mapping[str, Callable[[], object]], updates_per_turn: int
+        self,
+        feed: Iterator[StagedBatch],
+        others: Mapping[str, Callable[[], object]],
+        updates_per_turn: int,
     ) -> None:
         self._feed, self._others, self._updates_per_turn = feed, others, updates_per_turn
         self._taken = 0
@@ -72,10 +82,15 @@ def measure(quick: bool) -> list[Measurement]:
     """Ratios of tokens/s, trainer over hand-written, at accumulation 1 and 4."""
     if quick:
         return _measure(1, QUICK_MODEL, turns=3, updates_per_turn=1)
-    return [*_measure(1, MODEL, turns=9, updates_per_turn=3), *_measure(4, MODEL, turns=9, updates_per_turn=1)]
+    return [
+        *_measure(1, MODEL, turns=9, updates_per_turn=3),
+        *_measure(4, MODEL, turns=9, updates_per_turn=1),
+    ]
 
 
-def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_per_turn: int) -> list[Measurement]:
+def _measure(
+    num_micro_batches: int, model: Sequence[str], turns: int, updates_per_turn: int
+) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as run_dir:
         config = load_config(
             overrides=[
@@ -95,7 +110,9 @@ def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_p
     cut = f"accumulation {num_micro_batches}"
     return [
         ratio(f"update, {cut}", timed["hand-written"], timed["update"], bar=BAR, sense="at least"),
-        ratio(f"whole loop, {cut}", timed["hand-written"], timed["loop"], bar=BAR, sense="at least"),
+        ratio(
+            f"whole loop, {cut}", timed["hand-written"], timed["loop"], bar=BAR, sense="at least"
+        ),
     ]
 
 
@@ -109,7 +126,9 @@ def _seconds_in_turns(
     recorder, show = session.open_recorder(stack.enter_context(CompileCounter()), stack)
     running, state = session.built.run(None, show, stack)
     shape = running.steps.shape_for(session.plan.manager.stages[-1], True)
-    trainer = TrainerStep(config, session.planned.mesh, session.planned.abstract, running.steps[shape], shape)
+    trainer = TrainerStep(
+        config, session.planned.mesh, session.planned.abstract, running.steps[shape], shape
+    )
     handwritten = HandwrittenStep(
         parameters_of_trainer(jax.device_get(state.params)),
         session.planned.mesh,
@@ -118,7 +137,10 @@ def _seconds_in_turns(
         LEARNING_RATE,
     )
     rows = rows_of_documents(num_micro_batches * shape.micro_batch, config)
-    sides = {"hand-written": lambda: handwritten(rows), "update": lambda: trainer(rows, num_micro_batches)}
+    sides = {
+        "hand-written": lambda: handwritten(rows),
+        "update": lambda: trainer(rows, num_micro_batches),
+    }
     check_equal(*sides.values())
 
     in_turns = FeedInTurns(running.feed, sides, updates_per_turn)
@@ -128,9 +150,10 @@ def _seconds_in_turns(
 
 
 def check_equal(
-    handwritten: Callable[[], tuple[float, float]], trainer: Callable[[], tuple[float, float]],
+    handwritten: Callable[[], tuple[float, float]],
+    trainer: Callable[[], tuple[float, float]],
     later: float = TOLERANCE,
-) -> None:  # fmt: skip
+) -> None:
     """Takes three updates of both; raises BenchmarkError if a loss or a gradient norm differs.
 
     Args:
@@ -139,8 +162,10 @@ def check_equal(
     for update in range(1, 4):
         theirs, ours = handwritten(), trainer()
         tolerance = TOLERANCE if update == 1 else later
-        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(theirs, ours, strict=True)):
+        if not all(
+            math.isclose(a, b, rel_tol=tolerance) for a, b in zip(theirs, ours, strict=True)
+        ):
             raise BenchmarkError(
-                f"update {update}: loss and gradient norm are {theirs} by hand and {ours} in the trainer; "
-                "times of different computations say nothing"
+                f"update {update}: loss and gradient norm are {theirs} by hand and {ours} in the "
+                "trainer; times of different computations say nothing"
             )

@@ -39,7 +39,12 @@ QUICK_MODEL = (
     "logits_via_embedding=false",
     "max_target_length=32",
 )
-RUN = ("dataset_type=synthetic", "enable_checkpointing=false", "eval_interval=-1", "generate_prompt=")
+RUN = (
+    "dataset_type=synthetic",
+    "enable_checkpointing=false",
+    "eval_interval=-1",
+    "generate_prompt=",
+)
 
 
 def rows_of_documents(num_rows: int, config: Config) -> RowArrays:
@@ -64,7 +69,9 @@ class TrainerStep:
       abstract: the train state's shapes and shardings.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, abstract: TrainState, executable: Any, shape: BatchShape) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, abstract: TrainState, executable: Any, shape: BatchShape
+    ) -> None:
         self._executable, self._shape = executable, shape
         self._placement = Placement(batch_sharding(mesh), config.max_target_length)
         self.state = init_state(config.update, abstract)

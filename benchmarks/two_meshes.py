@@ -1,4 +1,6 @@
-"""`maxbatch rl` on two meshes, each with half of the simulated devices, as run by two benchmarks."""
+"""`maxbatch rl` on two meshes, each with half of the simulated devices, as run by two
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ _RUN = (
 
 
 def updates_in_turns(
-    title: str, sides: Mapping[str, Sequence[str]], *, turns: int, steps: int, num_devices: int,
-    bar: float | None = None, **variables: str,
-) -> list[Measurement]:  # fmt: skip
-    """Trains two runs in turns; returns their ratio of update times, and the share in which both meshes work.
+    title: str,
+    sides: Mapping[str, Sequence[str]],
+    *,
+    turns: int,
+    steps: int,
+    num_devices: int,
+    bar: float | None = None,
+    **variables: str,
+) -> list[Measurement]:
+    """Trains two runs in turns; returns their ratio of update times, and the share in which both
+    meshes work.
 
     Args:
       title: of the ratio.
@@ -55,7 +64,10 @@ def updates_in_turns(
                     str(num_devices),
                 )
                 log = run_dir.with_suffix(".log")
-                finish(start("maxbatch", *words, log=log, cache=Path(folder) / "cache", **variables), log)
+                finish(
+                    start("maxbatch", *words, log=log, cache=Path(folder) / "cache", **variables),
+                    log,
+                )
                 records = metrics_of(run_dir)[2:]
                 times[name].append(statistics.median(r["step_time_s"] for r in records))
                 both[name].append(statistics.median(r["busy_fraction/both"] for r in records))
@@ -64,7 +76,9 @@ def updates_in_turns(
         ratio(title, second, first, bar=bar),
         *(
             Measurement(
-                f"share of an update in which both sides have work, {name}", statistics.median(values), samples=values
+                f"share of an update in which both sides have work, {name}",
+                statistics.median(values),
+                samples=values,
             )
             for name, values in both.items()
         ),

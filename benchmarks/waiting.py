@@ -1,7 +1,8 @@
-"""(h) The share of a step spent waiting for data: prepared tokens on the disk, and in a distant object store.
+"""(h) The share of a step spent waiting for data: prepared tokens on the disk, and in a distant
+object store.
 
-The share of a run is the metrics' own figure. The store is an emulator (`test` extra) behind a proxy that adds 50 ms to
-every request.
+The share of a run is the metrics' own figure. The store is an emulator (`test` extra) behind a
+proxy that adds 50 ms to every request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ _MODEL = (
     "base_num_decoder_layers=10",
 )
 _QUICK_MODEL = ("base_num_decoder_layers=1",)
-_RUN = ("per_device_batch_size=8", "enable_checkpointing=false", "eval_interval=-1", "generate_prompt=")
+_RUN = (
+    "per_device_batch_size=8",
+    "enable_checkpointing=false",
+    "eval_interval=-1",
+    "generate_prompt=",
+)
 
 
 def measure(quick: bool) -> list[Measurement]:
@@ -39,7 +45,12 @@ def measure(quick: bool) -> list[Measurement]:
 def _of_a_run(quick: bool) -> Measurement:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cache, log, tokens, run_dir = folder / "cache", folder / "log", folder / "tokens", folder / "run"
+        cache, log, tokens, run_dir = (
+            folder / "cache",
+            folder / "log",
+            folder / "tokens",
+            folder / "run",
+        )
         finish(start("maxbatch", "prepare", "--output", str(tokens), log=log, cache=cache), log)
         data = ("dataset_type=tokens", f"dataset_path={tokens}", f"run_dir={run_dir}")
         model = _QUICK_MODEL if quick else _MODEL
@@ -48,7 +59,9 @@ def _of_a_run(quick: bool) -> Measurement:
         records = metrics_of(run_dir)[1:]
         waited, lasted = (sum(r[key] for r in records) for key in ("data_wait_s", "step_time_s"))
         shares = [r["data_wait_fraction"] for r in records]
-        return Measurement("share of step time waiting for data", waited / lasted, samples=shares, bar=BAR)
+        return Measurement(
+            "share of step time waiting for data", waited / lasted, samples=shares, bar=BAR
+        )
 
 
 def _of_a_far_store(scheme: str, quick: bool) -> Measurement:
@@ -69,4 +82,6 @@ def _of_a_far_store(scheme: str, quick: bool) -> Measurement:
     shares = [wait / (wait + _STEP_S) for wait in waits[1:]]
     waited = sum(waits[1:])
     name = f"{scheme} 50 ms away, {_ROWS} rows in 100 ms: share of the time waiting for data"
-    return Measurement(name, waited / (waited + _STEP_S * len(shares)), samples=shares, bar=REMOTE_BAR)
+    return Measurement(
+        name, waited / (waited + _STEP_S * len(shares)), samples=shares, bar=REMOTE_BAR
+    )

@@ -34,7 +34,9 @@ CONFIG = [
 
 @cache
 def program(num_devices: int) -> tuple[Any, Any, Any]:
-    """Returns the mesh, the first state (on the host) and the compiled update of so many devices."""
+    """Returns the mesh, the first state (on the host) and the compiled update of so many
+    devices.
+    """
     if num_devices > len(jax.devices()):
         raise ValueError(f"there are {len(jax.devices())} devices; --simulate-devices makes more")
     config = maxbatch.load_config(overrides=CONFIG)
@@ -54,15 +56,20 @@ class Loop:
 
     def init(self) -> Any:
         """Returns the parameters and the state of the optimizer."""
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.first, self.abstract)
+        return jax.tree.map(
+            lambda x, like: jax.device_put(x, like.sharding), self.first, self.abstract
+        )
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
         """Takes one update; slots behind the rows are padded with rows of zero weight."""
         rows = len(batch["tokens"])
         passes = -(-rows // self.micro_batch)
-        room = max(passes, -(-MOST_ROWS // self.micro_batch))  # one program for every number of passes
+        # one program for every number of passes
+        room = max(passes, -(-MOST_ROWS // self.micro_batch))
         staged = self.placement.stage(batch, rows, BatchShape(self.micro_batch, room))
-        state, metrics = self.update(state, staged, np.int32(passes), UpdateSettings(np.float32(1e-2)))
+        state, metrics = self.update(
+            state, staged, np.int32(passes), UpdateSettings(np.float32(1e-2))
+        )
         return jax.block_until_ready(state), {"loss": metrics.loss, "weight": metrics.weight}
 
     def params(self, state: Any) -> dict[str, np.ndarray]:

@@ -1,4 +1,5 @@
-"""`optax.MultiSteps` around an optimizer: it averages the means of micro-batches, which an audit finds.
+"""`optax.MultiSteps` around an optimizer: it averages the means of micro-batches, which an audit
+finds.
 
 python examples/audit_multisteps.py
 """
@@ -52,11 +53,16 @@ class Loop:
         """Returns the parameters and the state of the optimizer."""
         keys = jax.random.split(jax.random.key(0))
         shapes = {"table": (VOCABULARY, WIDTH), "out": (WIDTH, VOCABULARY)}
-        params = {name: jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+        params = {
+            name: jax.random.normal(key, shapes[name])
+            for name, key in zip(shapes, keys, strict=True)
+        }
         return params, self.optimizer.init(params)
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
-        """Takes the micro-steps of one update; the loss is the mean of their means, as loops report it."""
+        """Takes the micro-steps of one update; the loss is the mean of their means, as loops report
+        it.
+        """
         losses = []
         for start in range(0, len(batch["tokens"]), self.rows_per_pass):
             rows = slice(start, start + self.rows_per_pass)

@@ -32,10 +32,14 @@ class Bigrams(nnx.Module):
 
 @nnx.jit
 def gradient_of(model: Bigrams, tokens: jax.Array, weights: jax.Array) -> tuple[Any, Any]:
-    """Returns the sum of the losses of a micro-batch, the sum of its weights, and the gradient of the former."""
+    """Returns the sum of the losses of a micro-batch, the sum of its weights, and the gradient of
+    the former.
+    """
 
     def loss_sum(model: Bigrams) -> tuple[jax.Array, jax.Array]:
-        losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            model(tokens[:, :-1]), tokens[:, 1:]
+        )
         return jnp.sum(losses * weights[:, 1:]), jnp.sum(weights[:, 1:])
 
     return nnx.value_and_grad(loss_sum, has_aux=True)(model)
@@ -66,7 +70,11 @@ class Loop:
         parts = []
         for start in range(0, len(batch["tokens"]), self.rows_per_pass):
             rows = slice(start, start + self.rows_per_pass)
-            parts.append(gradient_of(model, jnp.asarray(batch["tokens"][rows]), jnp.asarray(batch["weights"][rows])))
+            parts.append(
+                gradient_of(
+                    model, jnp.asarray(batch["tokens"][rows]), jnp.asarray(batch["weights"][rows])
+                )
+            )
         (loss, weight), gradient = jax.tree.map(lambda *of_parts: sum(of_parts), *parts)
         update(model, optimizer, gradient, weight)
         return (model, optimizer), {"loss": loss / weight}

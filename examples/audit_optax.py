@@ -1,4 +1,5 @@
-"""A plain loop with optax, for `maxbatch audit examples/audit_optax.py:make`: sums of losses, divided once.
+"""A plain loop with optax, for `maxbatch audit examples/audit_optax.py:make`: sums of losses,
+divided once.
 
 python examples/audit_optax.py
 """
@@ -38,7 +39,9 @@ def update(state: Any, sums: Any) -> Any:
     """Takes one update by the mean over the whole batch."""
     params, opt_state = state
     gradient, loss, weight = sums
-    updates, opt_state = OPTIMIZER.update(jax.tree.map(lambda g: g / weight, gradient), opt_state, params)
+    updates, opt_state = OPTIMIZER.update(
+        jax.tree.map(lambda g: g / weight, gradient), opt_state, params
+    )
     return (optax.apply_updates(params, updates), opt_state), loss / weight
 
 
@@ -47,16 +50,23 @@ class Loop:
 
     def __init__(self, layout: maxbatch.Layout) -> None:
         if layout.num_devices > len(jax.devices()):
-            raise ValueError(f"there are {len(jax.devices())} devices; --simulate-devices makes more")
+            raise ValueError(
+                f"there are {len(jax.devices())} devices; --simulate-devices makes more"
+            )
         self.rows_per_pass = layout.rows_per_pass
         mesh = Mesh(jax.devices()[: layout.num_devices], ("data",))
-        self.rows, self.whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+        self.rows, self.whole = (
+            NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], [])
+        )
 
     def init(self) -> Any:
         """Returns the parameters and the state of the optimizer."""
         keys = jax.random.split(jax.random.key(0))
         shapes = {"table": (VOCABULARY, WIDTH), "out": (WIDTH, VOCABULARY)}
-        params = {name: jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+        params = {
+            name: jax.random.normal(key, shapes[name])
+            for name, key in zip(shapes, keys, strict=True)
+        }
         return jax.device_put((params, OPTIMIZER.init(params)), self.whole)
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
@@ -64,7 +74,11 @@ class Loop:
         sums = (jax.tree.map(jnp.zeros_like, state[0]), jnp.float32(0), jnp.float32(0))
         for start in range(0, len(batch["tokens"]), self.rows_per_pass):
             rows = slice(start, start + self.rows_per_pass)
-            sums = add(state[0], sums, *jax.device_put((batch["tokens"][rows], batch["weights"][rows]), self.rows))
+            sums = add(
+                state[0],
+                sums,
+                *jax.device_put((batch["tokens"][rows], batch["weights"][rows]), self.rows),
+            )
         state, loss = update(state, sums)
         return state, {"loss": loss}
 

@@ -1,7 +1,9 @@
-"""A loop in PyTorch that averages over devices as DistributedDataParallel does; an audit finds the mean of means.
+"""A loop in PyTorch that averages over devices as DistributedDataParallel does; an audit finds the
+mean of means.
 
-maxbatch audit examples/audit_torch.py:make          # each device takes the mean of its tokens, DDP the mean of these
-maxbatch audit examples/audit_torch.py:make_exact    # sums over devices and passes, divided once
+maxbatch audit examples/audit_torch.py:make          # each device takes the mean of its tokens, DDP
+the mean of these maxbatch audit examples/audit_torch.py:make_exact    # sums over devices and
+passes, divided once
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class Loop:
     def init(self) -> Any:
         """Returns a new model and its optimizer."""
         torch.manual_seed(0)
-        layers = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, VOCABULARY)
+        layers = (
+            torch.nn.Embedding(VOCABULARY, WIDTH),
+            torch.nn.Tanh(),
+            torch.nn.Linear(WIDTH, VOCABULARY),
+        )
         model = torch.nn.Sequential(*layers)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -43,8 +49,12 @@ class Loop:
                 tokens = torch.from_numpy(batch["tokens"][of_device]).long()
                 weights = torch.from_numpy(batch["weights"][of_device])[:, 1:].flatten()
                 logits = model(tokens[:, :-1]).flatten(0, 1)
-                losses = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none")
-                share = 1 / total if self.is_exact else 1 / (float(weights.sum()) * passes * devices)
+                losses = torch.nn.functional.cross_entropy(
+                    logits, tokens[:, 1:].flatten(), reduction="none"
+                )
+                share = (
+                    1 / total if self.is_exact else 1 / (float(weights.sum()) * passes * devices)
+                )
                 part = (losses * weights).sum() * share
                 part.backward()
                 loss += part.item()
@@ -53,7 +63,10 @@ class Loop:
 
     def params(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the parameters as NumPy arrays."""
-        return {name: parameter.detach().numpy().copy() for name, parameter in state[0].named_parameters()}
+        return {
+            name: parameter.detach().numpy().copy()
+            for name, parameter in state[0].named_parameters()
+        }
 
 
 def make(layout: maxbatch.Layout) -> Loop:

@@ -1,9 +1,10 @@
-"""The `Trainer` of transformers, for `maxbatch audit examples/audit_transformers.py:make`, and the same with a model
-that takes no number of items (`make_of_means`): its loss is a mean of each pass.
+"""The `Trainer` of transformers, for `maxbatch audit examples/audit_transformers.py:make`, and the
+same with a model that takes no number of items (`make_of_means`): its loss is a mean of each pass.
 
-The Trainer counts the trained tokens of a batch and takes the gradient of each pass (`get_batch_samples`,
-`training_step`); the loop around them, which it would also run, is the example's. It is made once per layout: `train()`
-prepares a run each time that it is called, which would be most of an audit's time.
+The Trainer counts the trained tokens of a batch and takes the gradient of each pass
+(`get_batch_samples`, `training_step`); the loop around them, which it would also run, is the
+example's. It is made once per layout: `train()` prepares a run each time that it is called, which
+would be most of an audit's time.
 
 python examples/audit_transformers.py
 """
@@ -21,7 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import maxbatch
 
 CONFIG = LlamaConfig(
-    vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, use_cache=False
+    vocab_size=8,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    use_cache=False,
 )
 torch.set_num_threads(1)  # of a model this small; more threads wait for each other
 
@@ -46,7 +52,8 @@ class Loop:
             use_cpu=True,
         )
         self.trainer = Trainer(LlamaForCausalLM(CONFIG), arguments)
-        self.trainer.model_accepts_loss_kwargs = has_count  # of a model that is not transformers' own it is often False
+        # of a model that is not transformers' own it is often False
+        self.trainer.model_accepts_loss_kwargs = has_count
 
     def init(self) -> Any:
         """Returns a new model and its optimizer."""
@@ -58,7 +65,11 @@ class Loop:
         """Takes one update."""
         model, optimizer = copy.deepcopy(state)
         labels = np.where(batch["weights"] > 0, batch["tokens"], -100)
-        columns = {"input_ids": batch["tokens"], "labels": labels, "attention_mask": batch["segments"]}
+        columns = {
+            "input_ids": batch["tokens"],
+            "labels": labels,
+            "attention_mask": batch["segments"],
+        }
         starts = range(0, len(labels), self.rows_per_pass)
         passes = [
             {
@@ -69,7 +80,9 @@ class Loop:
         ]
         trainer = self.trainer
         trainer.current_gradient_accumulation_steps = len(passes)
-        taken, num_tokens = trainer.get_batch_samples(iter(passes), len(passes), trainer.args.device)
+        taken, num_tokens = trainer.get_batch_samples(
+            iter(passes), len(passes), trainer.args.device
+        )
         loss = sum(float(trainer.training_step(model, inputs, num_tokens)) for inputs in taken)
         optimizer.step()
         optimizer.zero_grad()
@@ -77,7 +90,10 @@ class Loop:
 
     def params(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the parameters as NumPy arrays."""
-        return {name: parameter.detach().numpy().copy() for name, parameter in state[0].named_parameters()}
+        return {
+            name: parameter.detach().numpy().copy()
+            for name, parameter in state[0].named_parameters()
+        }
 
 
 def make(layout: maxbatch.Layout) -> Loop:

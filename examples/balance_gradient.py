@@ -2,10 +2,11 @@
 
 python examples/balance_gradient.py
 
-One batch of 16 rows is cut into 1 to 16 micro-batches. Each line compares the router's gradient of the balance loss
-alone with the loss's own definition over the batch, whose value is 1 for even loads: E sum(f P) of each row, or of
-the whole batch. Rows are full, or have 4, 8, ... 64 tokens. Others' formulas are restated here from their sources, of
-which each function names version and file; maxbatch's is called.
+One batch of 16 rows is cut into 1 to 16 micro-batches. Each line compares the router's gradient of
+the balance loss alone with the loss's own definition over the batch, whose value is 1 for even
+loads: E sum(f P) of each row, or of the whole batch. Rows are full, or have 4, 8, ... 64 tokens.
+Others' formulas are restated here from their sources, of which each function names version and
+file; maxbatch's is called.
 
 Shapes: B rows of the batch, L tokens of a row, D width, E experts, k experts of a token.
 """
@@ -59,7 +60,9 @@ def strided_parts_of(count: int) -> Iterator[jax.Array]:
 
 
 def shares_and_scores(w_DxE: jax.Array, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns f and P of each row: the share of its choices that each expert gets, and its mean score, [B, E]."""
+    """Returns f and P of each row: the share of its choices that each expert gets, and its mean
+    score, [B, E].
+    """
     scores_BxLxE = jax.nn.softmax(x_BxLxD @ w_DxE)
     _, chosen_BxLxk = jax.lax.top_k(scores_BxLxE, CHOICES)
     return jax.nn.one_hot(chosen_BxLxk, NUM_EXPERTS).mean(axis=(1, 2)), scores_BxLxE.mean(axis=1)
@@ -71,10 +74,16 @@ def of_rows(w_DxE: jax.Array, x_BxLxD: jax.Array, in_part_B: jax.Array) -> jax.A
     return NUM_EXPERTS * (shares_BxE * scores_BxE).sum(axis=1).mean(where=in_part_B)
 
 
-def of_all(w_DxE: jax.Array, x_BxLxD: jax.Array, in_part_B: jax.Array, shares_E: jax.Array | None = None) -> jax.Array:
-    """Returns E sum(f P) of the rows of a micro-batch together, with their own f or with another."""
+def of_all(
+    w_DxE: jax.Array, x_BxLxD: jax.Array, in_part_B: jax.Array, shares_E: jax.Array | None = None
+) -> jax.Array:
+    """Returns E sum(f P) of the rows of a micro-batch together, with their own f or with
+    another.
+    """
     shares_BxE, scores_BxE = shares_and_scores(w_DxE, x_BxLxD)
-    own_E, scores_E = (of_rows.mean(axis=0, where=in_part_B[:, None]) for of_rows in (shares_BxE, scores_BxE))
+    own_E, scores_E = (
+        of_rows.mean(axis=0, where=in_part_B[:, None]) for of_rows in (shares_BxE, scores_BxE)
+    )
     return NUM_EXPERTS * ((own_E if shares_E is None else shares_E) * scores_E).sum()
 
 
@@ -82,34 +91,48 @@ rows_gradient, all_gradient = (jax.jit(jax.grad(loss)) for loss in (of_rows, of_
 
 
 def maxtext(case: Case) -> Gradient:
-    """Returns the gradient of a mean of rows times the tokens of its micro-batch, over the tokens of the batch.
+    """Returns the gradient of a mean of rows times the tokens of its micro-batch, over the tokens
+    of the batch.
 
-    MaxText 0.2.5: `_add_aux_loss` of trainers/pre_train/train.py and utils/gradient_accumulation.py; the mean counts
-    every row and every position alike (`load_balance_loss` of layers/moe.py).
+    MaxText 0.2.5: `_add_aux_loss` of trainers/pre_train/train.py and
+    utils/gradient_accumulation.py; the mean counts every row and every position alike
+    (`load_balance_loss` of layers/moe.py).
     """
 
     def gradient(count: int) -> jax.Array:
         parts = list(strided_parts_of(count))
-        gradients = (rows_gradient(case.w_DxE, case.x_BxLxD, part) * case.lengths_B.sum(where=part) for part in parts)
+        gradients = (
+            rows_gradient(case.w_DxE, case.x_BxLxD, part) * case.lengths_B.sum(where=part)
+            for part in parts
+        )
         return sum(gradients) / case.lengths_B.sum()
 
     return gradient
 
 
 def mean_of_parts(part_gradient: Callable[..., jax.Array], case: Case) -> Gradient:
-    """Returns the mean over equal micro-batches: Megatron-LM's, and torchtitan's, which weighs them by tokens.
+    """Returns the mean over equal micro-batches: Megatron-LM's, and torchtitan's, which weighs them
+    by tokens.
 
-    Megatron-LM of autumn 2026, `aux_loss` and `seq_aux_loss` of core/transformer/moe/router.py; torchtitan of autumn
-    2026, `MicrobatchWiseLoadBalanceLoss` of models/common/moe: the tokens of one forward of a data-parallel rank.
+    Megatron-LM of autumn 2026, `aux_loss` and `seq_aux_loss` of core/transformer/moe/router.py;
+    torchtitan of autumn 2026, `MicrobatchWiseLoadBalanceLoss` of models/common/moe: the tokens of
+    one forward of a data-parallel rank.
     """
-    return lambda count: sum(part_gradient(case.w_DxE, case.x_BxLxD, part) for part in parts_of(count)) / count
+    return lambda count: (
+        sum(part_gradient(case.w_DxE, case.x_BxLxD, part) for part in parts_of(count)) / count
+    )
 
 
 def megatron_global(case: Case) -> Gradient:
-    """Returns the gradient with f of all micro-batches of the update so far: Megatron-LM's `global_aux_loss`."""
+    """Returns the gradient with f of all micro-batches of the update so far: Megatron-LM's
+    `global_aux_loss`.
+    """
 
     def gradient(count: int) -> jax.Array:
-        shares_BxE, total = shares_and_scores(case.w_DxE, case.x_BxLxD)[0], jnp.zeros_like(case.w_DxE)
+        shares_BxE, total = (
+            shares_and_scores(case.w_DxE, case.x_BxLxD)[0],
+            jnp.zeros_like(case.w_DxE),
+        )
         so_far_B = jnp.zeros(ROWS, bool)
         for part in parts_of(count):
             so_far_B |= part
@@ -121,23 +144,33 @@ def megatron_global(case: Case) -> Gradient:
 
 
 def ours(case: Case, scope: str) -> Gradient:
-    """Returns maxbatch's: sums over tokens, divided once by the tokens of the batch. Other rows are padding to it."""
+    """Returns maxbatch's: sums over tokens, divided once by the tokens of the batch. Other rows are
+    padding to it.
+    """
     config = maxbatch.load_config(overrides=[*KEYS, f"load_balance_scope={scope}"])
     balance, keys = Balance.from_config(config.decoder), config.model
     assert balance is not None
-    last_counts_NxE = jnp.round(case.last_shares_E * TOKENS_BEFORE * CHOICES).astype(jnp.int32)[None]
+    last_counts_NxE = jnp.round(case.last_shares_E * TOKENS_BEFORE * CHOICES).astype(jnp.int32)[
+        None
+    ]
 
     @jax.jit
     @jax.grad
     def part_gradient(w_DxE: jax.Array, part: jax.Array) -> jax.Array:
-        segments_BxL = (part[:, None] & (jnp.arange(LENGTH) < case.lengths_B[:, None])).astype(jnp.int32)
+        segments_BxL = (part[:, None] & (jnp.arange(LENGTH) < case.lengths_B[:, None])).astype(
+            jnp.int32
+        )
         slots = Slots(segments_BxL, slot_hashes(segments_BxL, segments_BxL))
         logits_BxLxE = case.x_BxLxD @ w_DxE
         routes, scores_BxLxE = choose(keys, logits_BxLxE, None)
         _, sums = within_rows(keys, routes, scores_BxLxE, logits_BxLxE, slots, 0)
-        return balance.term(RoutingSums(*(array[None] for array in sums)), Scale(jnp.float32(1), last_counts_NxE))
+        return balance.term(
+            RoutingSums(*(array[None] for array in sums)), Scale(jnp.float32(1), last_counts_NxE)
+        )
 
-    return lambda count: sum(part_gradient(case.w_DxE, part) for part in parts_of(count)) / case.lengths_B.sum()
+    return lambda count: (
+        sum(part_gradient(case.w_DxE, part) for part in parts_of(count)) / case.lengths_B.sum()
+    )
 
 
 def some_case() -> Case:
@@ -154,13 +187,18 @@ def some_case() -> Case:
 
 
 def main() -> dict[str, list[tuple[float, float]]]:
-    """Prints the table; returns, by formula and for each cut, the length of its gradient and its distance.
+    """Prints the table; returns, by formula and for each cut, the length of its gradient and its
+    distance.
 
     Both are relative to the length of the definition's gradient.
     """
     case, whole = some_case(), next(parts_of(1))
     batch = case.w_DxE, case.x_BxLxD, whole
-    by_row, by_batch, by_last = rows_gradient(*batch), all_gradient(*batch), all_gradient(*batch, case.last_shares_E)
+    by_row, by_batch, by_last = (
+        rows_gradient(*batch),
+        all_gradient(*batch),
+        all_gradient(*batch, case.last_shares_E),
+    )
     uneven = case._replace(lengths_B=LENGTH // ROWS * jnp.arange(1, ROWS + 1))
     ours_uneven = ours(uneven, "sequence")
     compared: list[tuple[str, jax.Array, Gradient]] = [
@@ -173,14 +211,22 @@ def main() -> dict[str, list[tuple[float, float]]]:
         ("Megatron-LM global_aux_loss (batch)", by_batch, megatron_global(case)),
         ("maxbatch, global (f of the update before)", by_last, ours(case, "global")),
     ]
-    print(f"{'length of the gradient, and its distance':42}" + "".join(f"{f'{count} parts':>16}" for count in CUTS))
+    print(
+        f"{'length of the gradient, and its distance':42}"
+        + "".join(f"{f'{count} parts':>16}" for count in CUTS)
+    )
     found: dict[str, list[tuple[float, float]]] = {}
     for name, definition, gradient in compared:
         size, found[name] = np.linalg.norm(definition), []
         for count in CUTS:
             cut = np.asarray(gradient(count))
-            found[name].append((float(np.linalg.norm(cut) / size), float(np.linalg.norm(cut - definition) / size)))
-        print(f"{name:42}" + "".join(f"{f'{length:.4f} {distance:.2g}':>16}" for length, distance in found[name]))
+            found[name].append(
+                (float(np.linalg.norm(cut) / size), float(np.linalg.norm(cut - definition) / size))
+            )
+        print(
+            f"{name:42}"
+            + "".join(f"{f'{length:.4f} {distance:.2g}':>16}" for length, distance in found[name])
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Batches as papers and projects print them, as keys to paste: a late switch, and nanochat's D^0.383.
+"""Batches as papers and projects print them, as keys to paste: a late switch, and nanochat's
+D^0.383.
 
 python examples/batch_schedules.py
 """
@@ -12,9 +13,11 @@ Keys = dict[str, str]
 
 
 def late_switch(samples: int, small: int, large: int, share: Fraction) -> Keys:
-    """Returns the keys of a run that trains on small batches for a share of its samples, and on large ones after.
+    """Returns the keys of a run that trains on small batches for a share of its samples, and on
+    large ones after.
 
-    Wang et al. 2026 (arXiv 2602.14208): on hard tasks the small batch serves most of the run, and the switch is late.
+    Wang et al. 2026 (arXiv 2602.14208): on hard tasks the small batch serves most of the run, and
+    the switch is late.
 
     Args:
       samples: of the run.
@@ -22,14 +25,19 @@ def late_switch(samples: int, small: int, large: int, share: Fraction) -> Keys:
       large: the same after it.
       share: of the run's samples before the switch, between 0 and 1.
     """
-    return {"train_samples": f"{samples}", "batch_size_schedule": f"0:{small} {math.ceil(share * samples)}:{large}"}
+    return {
+        "train_samples": f"{samples}",
+        "batch_size_schedule": f"0:{small} {math.ceil(share * samples)}:{large}",
+    }
 
 
 def nanochat(tokens: int, reference_tokens: int, length: int, reference_batch: int = 2**19) -> Keys:
-    """Returns the keys of a run whose batch grows with its length D as D^0.383, rounded to a power of two.
+    """Returns the keys of a run whose batch grows with its length D as D^0.383, rounded to a power
+    of two.
 
-    The exponent is that of Bergsma et al. 2025 (arXiv 2505.13738); reference, rounding and the root of the rate are
-    those of nanochat's `scripts/base_train.py` (https://github.com/karpathy/nanochat).
+    The exponent is that of Bergsma et al. 2025 (arXiv 2505.13738); reference, rounding and the root
+    of the rate are those of nanochat's `scripts/base_train.py`
+    (https://github.com/karpathy/nanochat).
 
     Args:
       tokens: D, of the run.

@@ -1,4 +1,5 @@
-"""Your own logger, which writes the record of each update to a CSV file, and your own data, a function of the index.
+"""Your own logger, which writes the record of each update to a CSV file, and your own data, a
+function of the index.
 
 python examples/own_logger.py
 """
@@ -39,10 +40,13 @@ class Table(maxbatch.Output):
 
 
 class Counting:
-    """Rows that count on from a random token: sample i depends on i alone, so that any position can be read again."""
+    """Rows that count on from a random token: sample i depends on i alone, so that any position can
+    be read again.
+    """
 
     def __init__(self) -> None:
-        self.identity = {"data": "counting", "version": 1}  # a checkpoint resumes only with an equal one
+        # a checkpoint resumes only with an equal one
+        self.identity = {"data": "counting", "version": 1}
 
     def __getitem__(self, index: int) -> np.ndarray:
         return (np.random.default_rng(index).integers(64) + np.arange(32)) % 64

@@ -1,4 +1,5 @@
-"""Your own training loop, with a Flax model and an Optax optimizer, on the batches that maxbatch would train on.
+"""Your own training loop, with a Flax model and an Optax optimizer, on the batches that maxbatch
+would train on.
 
 python examples/own_loop.py
 """
@@ -28,11 +29,17 @@ class Bigrams(nnx.Module):
 
 
 @nnx.jit
-def update(model: Bigrams, optimizer: nnx.Optimizer, batch: maxbatch.Rows, rate: jax.Array) -> jax.Array:
-    """Takes one update at a learning rate; returns the loss, the mean over the weights of the global batch."""
+def update(
+    model: Bigrams, optimizer: nnx.Optimizer, batch: maxbatch.Rows, rate: jax.Array
+) -> jax.Array:
+    """Takes one update at a learning rate; returns the loss, the mean over the weights of the
+    global batch.
+    """
 
     def loss_of(model: Bigrams) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch.tokens)[:, :-1], batch.tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            model(batch.tokens)[:, :-1], batch.tokens[:, 1:]
+        )
         weights = batch.weights[:, 1:]
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
@@ -48,14 +55,19 @@ def main() -> list[float]:
     mesh = maxbatch.make_mesh(config)
     rate_at = maxbatch.LearningRate.from_config(config, num_devices=mesh.size)
     model = Bigrams(config.vocab_size, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.inject_hyperparams(optax.adamw)(learning_rate=0.0), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, optax.inject_hyperparams(optax.adamw)(learning_rate=0.0), wrt=nnx.Param
+    )
     losses = []
     with maxbatch.open_feed(config, mesh, start=0) as feed:
         for batch in feed:
             rows = maxbatch.Rows(batch.tokens, batch.segments, batch.weights)
             loss = update(model, optimizer, rows, jnp.float32(rate_at(batch.samples_seen)))
             losses.append(float(loss))
-            print(f"step {batch.step}: samples {batch.samples_seen} to {batch.end}, loss {losses[-1]:.4f}")
+            print(
+                f"step {batch.step}: samples {batch.samples_seen} to {batch.end}, loss "
+                f"{losses[-1]:.4f}"
+            )
     return losses
 
 

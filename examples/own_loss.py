@@ -1,4 +1,5 @@
-"""Your own loss and your own model in maxbatch's loop, which keeps batch, accumulation, checkpoints and resume.
+"""Your own loss and your own model in maxbatch's loop, which keeps batch, accumulation, checkpoints
+and resume.
 
 python examples/own_loss.py
 """
@@ -47,7 +48,9 @@ class GatedRecurrence(nnx.Module):
 
 
 def loss_with_z(model: GatedRecurrence, rows: maxbatch.Rows) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of cross-entropy and z-loss (PaLM, https://arxiv.org/abs/2204.02311), and of the weights."""
+    """Returns the sums of cross-entropy and z-loss (PaLM, https://arxiv.org/abs/2204.02311), and of
+    the weights.
+    """
     logits = model(rows.tokens, rows.segments)[:, :-1].astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     of_target = jnp.take_along_axis(logits, rows.tokens[:, 1:, None], axis=-1)[..., 0]

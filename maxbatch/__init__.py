@@ -8,7 +8,8 @@
     outcome.last["loss"]
     maxbatch.generate(outcome.run_dir, "def main(")
 
-Importing maxbatch loads none of its parts, and JAX least of all: each name is resolved when it is first used.
+Importing maxbatch loads none of its parts, and JAX least of all: each name is resolved when it is
+first used.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main() -> int:
-    """Runs the command line and returns the exit code; signals and Ctrl-C end it with one also while modules load."""
+    """Runs the command line and returns the exit code; signals and Ctrl-C end it with one also
+    while modules load.
+    """
     _open_closed_streams()
     code_of_stop = 75 if can_continue(sys.argv[1:]) else 1
     for number in _STOPS:
@@ -35,7 +37,8 @@ def main() -> int:
         if failure is None:
             raise
         code = report(failure)
-    for number in (*_STOPS, signal.SIGINT):  # a finished command keeps its exit code while Python ends
+    # a finished command keeps its exit code while Python ends
+    for number in (*_STOPS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     return code
 
@@ -43,8 +46,8 @@ def main() -> int:
 def _open_closed_streams() -> None:
     """Opens the standard streams that the parent closed, as some services do.
 
-    Python has None for them. Their descriptors would be those of the next files that are opened, into which native
-    code would then write its messages.
+    Python has None for them. Their descriptors would be those of the next files that are opened,
+    into which native code would then write its messages.
     """
     for descriptor in range(3):
         try:

@@ -57,30 +57,34 @@ def train(
 ) -> Outcome:
     """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
-    The given parts replace the config's own; batch, ramp, accumulation, sharding, checkpoints, resume and
-    metrics stay as they are. Every host must give the same.
+    The given parts replace the config's own; batch, ramp, accumulation, sharding, checkpoints,
+    resume and metrics stay as they are. Every host must give the same.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
-      model: a class of `flax.nnx.Module`, or a function, that is called as `model(config, rngs=...)`. The module takes
-        tokens and segments, int32[M, L], and returns logits [M, L, V]. All its variables are `nnx.Param`.
+      model: a class of `flax.nnx.Module`, or a function, that is called as `model(config,
+        rngs=...)`. The module takes tokens and segments, int32[M, L], and returns logits [M, L, V].
+        All its variables are `nnx.Param`.
       objective: the loss (`maxbatch.Loss`); the cross-entropy of the next token by default.
-      optimizer: a function of the update's learning rate that returns an `optax.GradientTransformation`, such as
-        `optax.adamw` or `functools.partial(optax.adamw, b1=0.9)`; the rate follows the config's schedule. Or a
-        `GradientTransformation`, which has rates of its own. It takes averaged, clipped gradients once per update.
-      stream: the data (`maxbatch.Samples`). `eval_fraction` holds out some of its rows, evenly spread, if it has a
-        length.
-      eval_stream: held-out data (`maxbatch.Samples` with a length), of which evals read every row once, or the first
-        `eval_samples`.
-      outputs: further loggers (`maxbatch.Output`), or functions of a record; they are called by the first host.
+      optimizer: a function of the update's learning rate that returns an
+        `optax.GradientTransformation`, such as `optax.adamw` or `functools.partial(optax.adamw,
+        b1=0.9)`; the rate follows the config's schedule. Or a `GradientTransformation`, which has
+        rates of its own. It takes averaged, clipped gradients once per update.
+      stream: the data (`maxbatch.Samples`). `eval_fraction` holds out some of its rows, evenly
+        spread, if it has a length.
+      eval_stream: held-out data (`maxbatch.Samples` with a length), of which evals read every row
+        once, or the first `eval_samples`.
+      outputs: further loggers (`maxbatch.Output`), or functions of a record; they are called by the
+        first host.
       devices: those to train on, all by default.
 
     Returns:
-      The run's position, its folder, the records of its updates (`history`, `last`), and the signal that stopped it, if
-      one did.
+      The run's position, its folder, the records of its updates (`history`, `last`), and the signal
+      that stopped it, if one did.
 
     Raises:
-      ConfigError: the config, the data, the model, the loss, the optimizer or the checkpoint cannot be used.
+      ConfigError: the config, the data, the model, the loss, the optimizer or the checkpoint cannot
+        be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     config = as_config(config)
@@ -88,7 +92,9 @@ def train(
     _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
-        return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers, eval_stream))
+        return pretraining.train(
+            config, devices, Parts(model, objective, optimizer, stream, loggers, eval_stream)
+        )
 
 
 def _check_outputs(outputs: object) -> None:
@@ -97,7 +103,10 @@ def _check_outputs(outputs: object) -> None:
     for output in outputs:
         if not callable(output) and not callable(getattr(output, "append", None)):
             kind = type(output).__name__
-            raise ConfigError(f"outputs: {kind} is neither a function of a record nor an object with append(record)")
+            raise ConfigError(
+                f"outputs: {kind} is neither a function of a record nor an object with "
+                "append(record)"
+            )
 
 
 class _Logger(Output):
@@ -121,7 +130,9 @@ class _Logger(Output):
 
 
 class FedBatch(NamedTuple):
-    """A global batch on its devices, rows split over them: `stream[samples_seen : samples_seen + num_rows]`."""
+    """A global batch on its devices, rows split over them: `stream[samples_seen : samples_seen +
+    num_rows]`.
+    """
 
     tokens: jax.Array  # int32[B, L]
     segments: jax.Array  # int32[B, L], 1.. per document within a row, 0 at padding
@@ -137,17 +148,24 @@ class FedBatch(NamedTuple):
 
 
 class BatchFeed:
-    """The batches of a run from a position on, as an iterator and a context manager; made by `open_feed`.
+    """The batches of a run from a position on, as an iterator and a context manager; made by
+    `open_feed`.
 
     Attributes:
       mesh: the mesh of the devices that hold the batches.
       plan: the batch plan of the run.
     """
 
-    def __init__(self, plan: BatchPlan, placement: Placement, stream: Stream | None, first_step: int) -> None:
+    def __init__(
+        self, plan: BatchPlan, placement: Placement, stream: Stream | None, first_step: int
+    ) -> None:
         self.plan, self.mesh, self._placement = plan, placement.mesh, placement
         self._feed = Feed(
-            stream, plan.manager, lambda stage, _: BatchShape(stage.global_batch_size, 1), placement, first_step
+            stream,
+            plan.manager,
+            lambda stage, _: BatchShape(stage.global_batch_size, 1),
+            placement,
+            first_step,
         )
         self._rows = cache(self._make_rows)
 
@@ -156,7 +174,8 @@ class BatchFeed:
         arrange = self._placement.arrange(batch_size)
         sharding = NamedSharding(self.mesh, P(*self._placement.spec[1:]))
         return jax.jit(
-            lambda staged: arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), staged)), out_shardings=sharding
+            lambda staged: arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), staged)),
+            out_shardings=sharding,
         )
 
     def __iter__(self) -> Iterator[FedBatch]:
@@ -166,7 +185,14 @@ class BatchFeed:
         staged = next(self._feed)
         planned = staged.planned
         rows = self._rows(staged.shape.micro_batch)(staged.batch)
-        return FedBatch(rows.tokens, rows.segments, rows.weights, planned.first_sample, planned.num_rows, planned.step)
+        return FedBatch(
+            rows.tokens,
+            rows.segments,
+            rows.weights,
+            planned.first_sample,
+            planned.num_rows,
+            planned.step,
+        )
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
@@ -180,17 +206,23 @@ class BatchFeed:
 
 
 def open_feed(
-    config: Config | ConfigDict, mesh: Mesh | None = None, *, start: int = 0, stream: Samples | Stream | None = None
+    config: Config | ConfigDict,
+    mesh: Mesh | None = None,
+    *,
+    start: int = 0,
+    stream: Samples | Stream | None = None,
 ) -> BatchFeed:
     """Opens the batches that a run of this config trains on, for a loop of one's own.
 
-    A batch is the whole global batch, [B, L], for any accumulation in the config, and two of them wait on the devices
-    while one is in use. In a ramp B grows, and a jitted step is compiled for each size.
+    A batch is the whole global batch, [B, L], for any accumulation in the config, and two of them
+    wait on the devices while one is in use. In a ramp B grows, and a jitted step is compiled for
+    each size.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
-      mesh: the devices. Rows are split over its axes "data" and "fsdp", or over its first axis if it has neither, and
-        tokens over "context". None: the mesh that the config describes, over all devices.
+      mesh: the devices. Rows are split over its axes "data" and "fsdp", or over its first axis if
+        it has neither, and tokens over "context". None: the mesh that the config describes, over
+        all devices.
       start: the position (`samples_seen`) to begin at, such as a saved `FedBatch.end`.
       stream: one's own data instead of the config's.
 
@@ -229,8 +261,12 @@ def open_feed(
     plan = planned(Resume(first_step, start))
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names) or mesh.axis_names[:1]
     _check_divides(plan, mesh, axes)
-    sharding = NamedSharding(mesh, P(None, axes, "context" if "context" in mesh.axis_names else None))
-    return BatchFeed(plan, Placement(sharding, slots_per_sample(config), expansion), opened, first_step)
+    sharding = NamedSharding(
+        mesh, P(None, axes, "context" if "context" in mesh.axis_names else None)
+    )
+    return BatchFeed(
+        plan, Placement(sharding, slots_per_sample(config), expansion), opened, first_step
+    )
 
 
 def _check_divides(plan: BatchPlan, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -239,6 +275,7 @@ def _check_divides(plan: BatchPlan, mesh: Mesh, axes: tuple[str, ...]) -> None:
         batch = stage.global_batch_size
         if batch % shards:
             raise ConfigError(
-                f"global_batch_size={batch}: must be divisible by the {shards} parts that the mesh's axes "
-                f"{', '.join(axes)} split it into; works: global_batch_size={max(1, round(batch / shards)) * shards}"
+                f"global_batch_size={batch}: must be divisible by the {shards} parts that the "
+                f"mesh's axes {', '.join(axes)} split it into; works: "
+                f"global_batch_size={max(1, round(batch / shards)) * shards}"
             )

@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `maxbatch` with these arguments (by default the process's) and returns the exit code."""
     if argv is not None:
         return _run(argv)
-    # Imports and traced programs make millions of objects that stay: by default looking through them again and again
-    # takes a sixth of a short command.
+    # Imports and traced programs make millions of objects that stay: by default looking through
+    # them again and again takes a sixth of a short command.
     gc.set_threshold(50_000, 20, 100)
     take_process()
     watch_signals(can_continue(sys.argv[1:]))
@@ -56,8 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will raise
-            sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
+        # a pipe that is closed already: the first print will raise
+        with contextlib.suppress(OSError):
+            # a sample may contain characters outside the encoding
+            sys.stdout.reconfigure(errors="backslashreplace")
     give_cpu_devices_threads()
     leave_out_absent_tpu()
     mark_start(argv)
@@ -70,8 +72,12 @@ def _run(argv: Sequence[str]) -> int:
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:
         return report(error, as_json)
     except Exception as error:
-        if isinstance(error, PermissionError) and error.filename is not None:  # a path in a folder that is closed, say
-            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"), as_json)
+        # a path in a folder that is closed, say
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return report(
+                ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"),
+                as_json,
+            )
         is_read_enough = isinstance(error, BrokenPipeError)
         if is_read_enough or is_disk_full(error):
             from maxbatch.system.terminal import discard_output
@@ -98,7 +104,9 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        raise ConfigError(f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS, least_like=0.66)}")
+        raise ConfigError(
+            f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS, least_like=0.66)}"
+        )
     _check_working_folder()
     parser = make_parser(name, rest)
     body = importlib.import_module(COMMANDS[name].module)
@@ -114,7 +122,9 @@ def _check_working_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise ConfigError("the working folder was removed; works: cd into a folder that is there") from None
+        raise ConfigError(
+            "the working folder was removed; works: cd into a folder that is there"
+        ) from None
 
 
 def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -138,7 +148,10 @@ class _Parser(argparse.ArgumentParser):
             prog=f"maxbatch {name}",
             description=folded(command.summary, 0, columns),
             epilog="\n".join(
-                ("examples:", *(folded_command(f"  {example}", 6, columns) for example in command.examples))
+                (
+                    "examples:",
+                    *(folded_command(f"  {example}", 6, columns) for example in command.examples),
+                )
             ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -157,7 +170,11 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(f"{shown(unknown[0])}: {self.prog} takes no config keys")
         from maxbatch.config.unknown import hint
 
-        texts = {word.partition("=")[0]: self._text_after(word) for word in unknown if word.startswith("-")}
+        texts = {
+            word.partition("=")[0]: self._text_after(word)
+            for word in unknown
+            if word.startswith("-")
+        }
         foreign, said = dict[str, str](), list[str]()
         for flag in texts or [unknown[0]]:
             nearest = self._nearest(flag, least_like=0.9) or self._of_model(flag)
@@ -165,24 +182,36 @@ class _Parser(argparse.ArgumentParser):
                 foreign[flag] = texts[flag]
                 continue
             nearest = nearest or self._nearest(flag)
-            said.append(f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else ""))
+            said.append(
+                f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
+            )
         raise ConfigError("; ".join([*said, *([self._foreign(foreign)] if foreign else [])]))
 
     def _nearest(self, flag: str, least_like: float = 0.7) -> str | None:
-        """Returns the known flag most like `flag`, or the only one that begins with it or has all of its words."""
+        """Returns the known flag most like `flag`, or the only one that begins with it or has all
+        of its words.
+        """
         known = {option.lstrip("-"): option for option in self._option_string_actions}
         name = flag.lstrip("-").replace("_", "-").lower()
         words = set(name.split("-"))
-        longer = [each for each in known if each.startswith(name) or (len(words) > 1 and words <= {*each.split("-")})]
+        longer = [
+            each
+            for each in known
+            if each.startswith(name) or (len(words) > 1 and words <= {*each.split("-")})
+        ]
         near = nearest_name(name, known, least_like) or (longer[0] if len(longer) == 1 else "")
         return known.get(near)
 
     def _of_model(self, flag: str) -> str | None:
-        """Returns the only flag with the same last word, if the command is for a MODEL: it takes no key of a run."""
+        """Returns the only flag with the same last word, if the command is for a MODEL: it takes no
+        key of a run.
+        """
         if not any(action.metavar == "MODEL" for action in self._actions):
             return None
         last = re.split("[-_]", flag)[-1]
-        alike = [option for option in self._option_string_actions if re.split("[-_]", option)[-1] == last]
+        alike = [
+            option for option in self._option_string_actions if re.split("[-_]", option)[-1] == last
+        ]
         return alike[0] if len(alike) == 1 else None
 
     def _plain(self, message: str) -> str:
@@ -191,9 +220,15 @@ class _Parser(argparse.ArgumentParser):
         if head.startswith("the following arguments"):
             return f"{said}: must be given; works: {self.example}"
         if message.startswith("one of the arguments"):
-            return f"{' or '.join(re.findall('--[a-z-]+', message))}: must be given; works: {self.example}"
+            return (
+                f"{' or '.join(re.findall('--[a-z-]+', message))}: must be given; works: "
+                f"{self.example}"
+            )
         if said.startswith("not allowed with argument "):
-            return f"{head}: must not be given beside {said.removeprefix('not allowed with argument ')}"
+            return (
+                f"{head}: must not be given beside "
+                f"{said.removeprefix('not allowed with argument ')}"
+            )
         if found := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", said):
             typed, choices = found[1], found[2].replace("'", "").split(", ")
             works = nearest_name(typed, choices) or choices[0]
@@ -206,18 +241,27 @@ class _Parser(argparse.ArgumentParser):
         return f"{head} {said}".rstrip().replace("; works: ", works)
 
     def _foreign(self, flags: Mapping[str, str]) -> str:
-        """Returns the message about flags, and their texts, that are keys or words of other frameworks."""
+        """Returns the message about flags, and their texts, that are keys or words of other
+        frameworks.
+        """
         from maxbatch.commands.arguments import on_machine
         from maxbatch.config.loading import find_config, resolve
 
-        parts = [part for word in self.words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+        parts = [
+            part
+            for word in self.words
+            for part in (word.split("=", 1) if word.startswith("--") else [word])
+        ]
         after = dict(itertools.pairwise(parts))
 
         def counted(*names: str) -> int | None:
             counts = (after.get(name, "") for name in names)
             return next((int(text) for text in counts if re.fullmatch(r"[1-9]\d{0,9}", text)), None)
 
-        devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
+        devices, hosts = (
+            counted("--devices", "--simulate-devices"),
+            counted("--hosts", "--simulate-hosts"),
+        )
         overrides = [word for word in self.words if re.match(r"\w[\w ]*=", word)]
         plain = [word for word in self.words if not word.startswith("-") and word not in overrides]
         default = "rl" if self.prog == "maxbatch rl" else None
@@ -225,32 +269,44 @@ class _Parser(argparse.ArgumentParser):
         try:
             resolve(file, [*overrides, *(f"{flag}={text}" for flag, text in flags.items())])
         except ConfigError as error:
-            return str(on_machine(error, devices, hosts, has_flags="--devices" in self._option_string_actions))
+            return str(
+                on_machine(
+                    error, devices, hosts, has_flags="--devices" in self._option_string_actions
+                )
+            )
         raise AssertionError(f"no config has a key that is a flag: {flags}")
 
     def _text_after(self, word: str) -> str:
         """Returns the value of a flag, or the words after it up to the next flag or override."""
         _, equals, value = word.partition("=")
         after = self.words.index(word) + 1 if word in self.words else len(self.words)
-        values = itertools.takewhile(lambda w: w[:1] not in "-" and "=" not in w, self.words[after:])
+        values = itertools.takewhile(
+            lambda w: w[:1] not in "-" and "=" not in w, self.words[after:]
+        )
         return value if equals else " ".join(values)
 
 
 def _overview() -> str:
     width, columns = max(map(len, COMMANDS)), help_width()
     commands = "\n".join(
-        folded(f"  {name:<{width}}  {command.summary}", width + 4, columns) for name, command in COMMANDS.items()
+        folded(f"  {name:<{width}}  {command.summary}", width + 4, columns)
+        for name, command in COMMANDS.items()
     )
-    examples = "\n".join(folded_command(f"  {command.examples[0]}", 6, columns) for command in COMMANDS.values())
-    codes = "\n".join(folded(f"  {code:<2}  {meaning}", 6, columns) for code, meaning in EXIT_CODES.items())
+    examples = "\n".join(
+        folded_command(f"  {command.examples[0]}", 6, columns) for command in COMMANDS.values()
+    )
+    codes = "\n".join(
+        folded(f"  {code:<2}  {meaning}", 6, columns) for code, meaning in EXIT_CODES.items()
+    )
     last = (
-        "No config file means the packaged configs/base.yml, which lists every key with its unit or rule;\n"
-        "environment variables MAXBATCH_KEY override files, key=value overrides both.\n"
-        "maxbatch COMMAND --help shows a command's flags; maxbatch --version the version."
+        "No config file means the packaged configs/base.yml, which lists every key with its unit "
+        "or rule;\nenvironment variables MAXBATCH_KEY override files, key=value overrides "
+        "both.\nmaxbatch COMMAND --help shows a command's flags; maxbatch --version the version."
     )
     return (
         "maxbatch COMMAND [CONFIG.yml] [key=value ...] [--flags]\n\n"
         f"Trains language models in JAX with an exact batch.\n\ncommands:\n{commands}\n\n"
         f"examples:\n{examples}\n\n"
-        f"exit codes:\n{codes}\n\n" + "\n".join(folded(line, 2, columns) for line in last.splitlines())
+        f"exit codes:\n{codes}\n\n"
+        + "\n".join(folded(line, 2, columns) for line in last.splitlines())
     )

@@ -27,7 +27,11 @@ from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import Conversations, kind_of_value
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
-from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
+from maxbatch.huggingface.folder.config_json import (
+    context_length,
+    end_tokens,
+    is_huggingface_folder,
+)
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
@@ -68,7 +72,8 @@ class RecordScore(NamedTuple):
     """The log-probabilities of one record."""
 
     tokens: np.ndarray  # int32[n]
-    logprobs: np.ndarray  # float32[n - 1], in nats, of each token after the first given those before it
+    # float32[n - 1], in nats, of each token after the first given those before it
+    logprobs: np.ndarray
     weights: np.ndarray  # float32[n - 1]; 0 for a token of a conversation that is not trained on
     loss: float | None  # nats per token; None without weight, or where it is not finite
     number: int = 0  # of the record among those given, from 1
@@ -103,15 +108,22 @@ class LoadedModel:
     def __init__(self, path: str, overrides: Sequence[str] = (), averaged: bool = False) -> None:
         leave_out_absent_tpu()
         stated = {text.split("=", 1)[0].strip() for text in overrides}
-        texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
+        texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(
+            overrides
+        )
         self._path, self._source = path, open_source(path, averaged, stated_base(overrides))
         self.config: Config = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
-        self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
+        self._scoring = (
+            self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
+        )
         self._has_stated_length = "max_target_length" in stated
         self._scorers: dict[int | None, Scorer] = {}  # by the most rows of a pass
-        # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
-        self._bos_by_key = "add_bos" in stated or not (self.config.recipe.has_answers or self._is_imported)
+        # A text begins as in the model's own training; an imported or fine-tuned model goes by its
+        # tokenizer's rules.
+        self._bos_by_key = "add_bos" in stated or not (
+            self.config.recipe.has_answers or self._is_imported
+        )
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -122,7 +134,9 @@ class LoadedModel:
     def params(self) -> State:
         """The parameters, read at the first use."""
         config = self.config
-        use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
+        use_persistent_cache(
+            config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla")
+        )
         return restored(self._source, config.decoder, self.mesh)[1]
 
     @cached_property
@@ -134,7 +148,9 @@ class LoadedModel:
 
     @cached_property
     def context(self) -> int:
-        """The most tokens that the model reads at once: `max_target_length`, or more by an imported model's folder."""
+        """The most tokens that the model reads at once: `max_target_length`, or more by an imported
+        model's folder.
+        """
         return (
             int(self.config.max_target_length)
             if self._has_stated_length
@@ -147,7 +163,8 @@ class LoadedModel:
         return end_tokens(self.config.load_parameters_path)
 
     def scorer(self, most_rows: int | None = None) -> Scorer:
-        """Returns what assigns log-probabilities to tokens: in float32 unless the model was loaded with a `dtype`.
+        """Returns what assigns log-probabilities to tokens: in float32 unless the model was loaded
+        with a `dtype`.
 
         Its programs stay from one call to the next.
 
@@ -161,7 +178,8 @@ class LoadedModel:
         return self._scorers[most_rows]
 
     def completer(self, most_rows: int | None = None) -> Completer:
-        """Returns what completes many prompts: in float32 unless the model was loaded with a `dtype`.
+        """Returns what completes many prompts: in float32 unless the model was loaded with a
+        `dtype`.
 
         Args:
           most_rows: rows in one pass; None: by their length.
@@ -192,7 +210,8 @@ class LoadedModel:
           max_new_tokens: most tokens to add, at least 1.
           temperature: 0: the likeliest token; 1: as trained.
           top_k: draw from the K likeliest tokens; 0: from all.
-          top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
+          top_p: draw from the likeliest tokens that together have this probability, above 0 and at
+            most 1.
           seed: the same seed gives the same text, in [0, 2^32).
 
         Raises:
@@ -221,15 +240,20 @@ class LoadedModel:
         They are computed in float32 unless the model was loaded with a `dtype`.
 
         Args:
-          records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and `completion`.
+          records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and
+            `completion`.
 
         Raises:
-          RecordFault: a bad record: it has none of these fields, or one of them is of another type. With the key
-            `skip_bad_records` such records have no score, and are in `skipped`; with `deduplicate` so are records of
-            the same tokens and weights as an earlier one.
+          RecordFault: a bad record: it has none of these fields, or one of them is of another type.
+            With the key `skip_bad_records` such records have no score, and are in `skipped`; with
+            `deduplicate` so are records of the same tokens and weights as an earlier one.
           TrainingError: no token has a finite log-probability.
         """
-        numbers, encoded, skipped = list[int](), list[tuple[np.ndarray, np.ndarray]](), list[SkippedRecord]()
+        numbers, encoded, skipped = (
+            list[int](),
+            list[tuple[np.ndarray, np.ndarray]](),
+            list[SkippedRecord](),
+        )
         seen: dict[bytes, int] = {}
         for number, record in enumerate(records, 1):
             try:
@@ -240,7 +264,9 @@ class LoadedModel:
                 skipped.append(SkippedRecord(number, fault.problem))
                 continue
             if self.config.deduplicate:
-                hashed = hashlib.sha256(tokens.astype(np.int32).tobytes() + weights.tobytes()).digest()[:16]
+                hashed = hashlib.sha256(
+                    tokens.astype(np.int32).tobytes() + weights.tobytes()
+                ).digest()[:16]
                 first = seen.setdefault(hashed, number)
                 if first != number:
                     skipped.append(SkippedRecord(number, f"equal to record {first}", first))
@@ -251,10 +277,15 @@ class LoadedModel:
             raise RecordFault(skipped[0].number, skipped[0].reason)
         found = [row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])]
         if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
-            raise TrainingError(f"{self._path}: gives no token a finite log-probability; its parameters are not finite")
+            raise TrainingError(
+                f"{self._path}: gives no token a finite log-probability; its parameters are not "
+                "finite"
+            )
         return _scores(numbers, encoded, found, skipped)
 
-    def _encoded(self, number: int, record: str | Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
+    def _encoded(
+        self, number: int, record: str | Mapping[str, object]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a record, and their weights."""
         try:
             return self._tokens_and_weights({"text": record} if isinstance(record, str) else record)
@@ -274,7 +305,8 @@ class LoadedModel:
             return ids, trained.astype(np.float32)
         else:
             raise ConversationError(
-                f"needs text, tokens, messages, or prompt and completion; its fields: {shown_fields(record)}"
+                "needs text, tokens, messages, or prompt and completion; its fields: "
+                f"{shown_fields(record)}"
             )
         return tokens, np.ones(len(tokens), np.float32)
 
@@ -286,7 +318,9 @@ class LoadedModel:
         last = self.config.vocab_size - 1
         beyond = next((token for token in value if not 0 <= token <= last), None)
         if beyond is not None:
-            raise ConversationError(f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
+            raise ConversationError(
+                f"token {beyond} is not an id of this model, whose ids are 0 to {last}"
+            )
         return np.array(value, np.int32)
 
     def _text(self, value: object) -> np.ndarray:
@@ -311,7 +345,9 @@ def _scores(
         weights = token_weights[1:]
         nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
         total, weight = total + nats, weight + count
-        rows.append(RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None, number))
+        rows.append(
+            RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None, number)
+        )
     loss = _finite(total / weight) if weight else None
     perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
     return Scores(rows, loss, perplexity, skipped)
@@ -328,23 +364,31 @@ def load_model(
 
 
 @overload
-def load_model(path: str | os.PathLike[str], *, model: MakeModel, averaged: bool = False, **keys: object) -> Any: ...
+def load_model(
+    path: str | os.PathLike[str], *, model: MakeModel, averaged: bool = False, **keys: object
+) -> Any: ...
 
 
 def load_model(
-    path: str | os.PathLike[str], *, model: MakeModel | None = None, averaged: bool = False, **keys: object
+    path: str | os.PathLike[str],
+    *,
+    model: MakeModel | None = None,
+    averaged: bool = False,
+    **keys: object,
 ) -> LoadedModel | Any:
     """Loads a model onto the devices of this machine.
 
     Args:
-      path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or the name of a model
-        of the Hugging Face hub.
+      path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or
+        the name of a model of the Hugging Face hub.
       model: the user's own model that the run trained, as `train` was given it.
-      averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
+      averaged: whether to take the average of the parameters that the run keeps
+        (`parameter_average_half_life`).
       keys: keys of the model's config over its own, such as `dtype="bfloat16"`.
 
     Returns:
-      A `LoadedModel`; for a `model` of one's own that module, with the parameters of the checkpoint.
+      A `LoadedModel`; for a `model` of one's own that module, with the parameters of the
+      checkpoint.
 
     Raises:
       ConfigError: there is no such model, it has no average, or it cannot be used.
@@ -356,23 +400,30 @@ def load_model(
     return loaded
 
 
-def _own_module(path: str | os.PathLike[str], model: MakeModel, averaged: bool, overrides: Sequence[str]) -> nnx.Module:
+def _own_module(
+    path: str | os.PathLike[str], model: MakeModel, averaged: bool, overrides: Sequence[str]
+) -> nnx.Module:
     leave_out_absent_tpu()
     source = open_checkpoint(os.fspath(path), averaged)
     if not source.is_own:
-        raise ConfigError(f"model: {path} holds the config's own model; works: maxbatch.load_model({str(path)!r})")
+        raise ConfigError(
+            f"model: {path} holds the config's own model; works: maxbatch.load_model({str(path)!r})"
+        )
     check_parts(Parts(model=model))
     stated = {text.split("=", 1)[0].strip() for text in overrides}
     config = source.config_of_run(
         [*(f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated), *overrides]
     )
-    graphdef, abstract = abstract_model(config.decoder, make_model=module_maker(partial(model, config), name_of(model)))
+    graphdef, abstract = abstract_model(
+        config.decoder, make_model=module_maker(partial(model, config), name_of(model))
+    )
     params = placed(abstract, make_mesh(config))
     return nnx.merge(graphdef, source.open(config.model, params)(params))
 
 
 def generate(model: LoadedModel | str | os.PathLike[str], prompt: str = "", **rules: Any) -> str:
-    """Returns a prompt and its continuation by a model; see `LoadedModel.generate` for the rules of drawing.
+    """Returns a prompt and its continuation by a model; see `LoadedModel.generate` for the rules of
+    drawing.
 
     Args:
       model: a loaded model, or the path of one; load it once to use it often.
@@ -382,12 +433,15 @@ def generate(model: LoadedModel | str | os.PathLike[str], prompt: str = "", **ru
     return _loaded(model).generate(prompt, **rules)
 
 
-def score(model: LoadedModel | str | os.PathLike[str], records: Sequence[str | Mapping[str, object]]) -> Scores:
+def score(
+    model: LoadedModel | str | os.PathLike[str], records: Sequence[str | Mapping[str, object]]
+) -> Scores:
     """Returns the log-probabilities that a model gives to records; see `LoadedModel.score`.
 
     Args:
       model: a loaded model, or the path of one; load it once to use it often.
-      records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and `completion`.
+      records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and
+        `completion`.
     """
     return _loaded(model).score(records)
 
@@ -396,8 +450,8 @@ def refuse_module(model: object) -> None:
     """Raises ConfigError for a user's own model, which has no cache and no tokenizer here."""
     if isinstance(model, nnx.Module):
         raise ConfigError(
-            f"model: {code_name(model)} is a model of one's own, which has no cache and no tokenizer here; "
-            "works: model(tokens, segments), which returns the logits"
+            f"model: {code_name(model)} is a model of one's own, which has no cache and no "
+            "tokenizer here; works: model(tokens, segments), which returns the logits"
         )
 
 

@@ -1,4 +1,6 @@
-"""The Python API: a user's own model, loss, data and logger in a run; batches for a loop of one's own."""
+"""The Python API: a user's own model, loss, data and logger in a run; batches for a loop of one's
+own.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_importing_maxbatch_starts_nothing() -> None:
         [
             sys.executable,
             "-c",
-            "import maxbatch, sys; print([m for m in ('jax', 'yaml', 'numpy') if m in sys.modules])",
+            "import maxbatch, sys; print([m for m in ('jax', 'yaml', 'numpy') if m in "
+            "sys.modules])",
         ],
         capture_output=True,
         text=True,
@@ -72,8 +75,13 @@ def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
     layouts = {"one": (ONE, ()), "four": (jax.devices()[:4], ("gradient_accumulation_steps=1",))}
     metrics = {}
     for name, (devices, _) in layouts.items():
-        config = one_layer_config("global_batch_size=16", f"per_device_batch_size={16 if len(devices) == 1 else 2}",
-                             "ici_data_parallelism=1", "steps=3", f"run_dir={tmp_path / name}")  # fmt: skip
+        config = one_layer_config(
+            "global_batch_size=16",
+            f"per_device_batch_size={16 if len(devices) == 1 else 2}",
+            "ici_data_parallelism=1",
+            "steps=3",
+            f"run_dir={tmp_path / name}",
+        )
         maxbatch.train(config, model=Bigrams, devices=devices)
         metrics[name] = read_metrics(tmp_path / name)
     for one, four in zip(metrics["one"], metrics["four"], strict=True):
@@ -82,10 +90,20 @@ def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
     assert metrics["one"][2]["loss"] < metrics["one"][0]["loss"]
 
 
-def test_a_users_model_resumes_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = (f"run_dir={tmp_path}", "learning_rate_schedule=constant", "eval_fraction=0.02", "eval_interval=2")
+def test_a_users_model_resumes_and_refuses_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = (
+        f"run_dir={tmp_path}",
+        "learning_rate_schedule=constant",
+        "eval_fraction=0.02",
+        "eval_interval=2",
+    )
     maxbatch.train(one_layer_config(*base, "steps=2"), model=Bigrams, devices=ONE)
-    assert f"\nnext: pip install tensorboard && tensorboard --logdir {tmp_path}\n" in capsys.readouterr().out
+    assert (
+        f"\nnext: pip install tensorboard && tensorboard --logdir {tmp_path}\n"
+        in capsys.readouterr().out
+    )
     outcome = maxbatch.train(one_layer_config(*base, "steps=3"), model=Bigrams, devices=ONE)
     assert outcome.position.step == 3
     metrics = read_metrics(tmp_path)
@@ -97,12 +115,16 @@ def test_a_users_model_resumes_and_refuses_another(tmp_path: Path, capsys: pytes
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> maxbatch.Outcome:
     folder = tmp_path_factory.mktemp("trained")
-    return maxbatch.train(one_layer_config("steps=2", f"run_dir={folder}", "vocab_size=260"), devices=ONE)
+    return maxbatch.train(
+        one_layer_config("steps=2", f"run_dir={folder}", "vocab_size=260"), devices=ONE
+    )
 
 
 def test_train_returns_the_history_and_the_folder_of_the_run(trained: maxbatch.Outcome) -> None:
     assert trained.position.step == 2 and trained.stopped_by is None
-    assert trained.history == maxbatch.read_metrics(trained.run_dir) == read_metrics(trained.run_dir)
+    assert (
+        trained.history == maxbatch.read_metrics(trained.run_dir) == read_metrics(trained.run_dir)
+    )
     assert trained.last is not None and trained.last["step"] == 2 and trained.last["loss"] > 0
     with pytest.raises(maxbatch.ConfigError, match="no such run folder"):
         maxbatch.read_metrics(f"{trained.run_dir}/none")
@@ -128,16 +150,27 @@ def test_a_loaded_model_writes_and_scores_as_the_commands_do(
     model = maxbatch.load_model(trained.run_dir)
     rules = ["--prompt", "ab", "--max-new-tokens", "4", "--temperature", "0"]
     assert main(["generate", trained.run_dir, *rules]) == 0
-    assert maxbatch.generate(model, "ab", max_new_tokens=4, temperature=0) + "\n" == capsys.readouterr().out
+    assert (
+        maxbatch.generate(model, "ab", max_new_tokens=4, temperature=0) + "\n"
+        == capsys.readouterr().out
+    )
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"tokens": [1, 2, 3]}\n')
     assert main(["score", trained.run_dir, "a.jsonl", "--json"]) == 0
-    printed, found = json.loads(capsys.readouterr().out), maxbatch.score(model, ["some words", {"tokens": [1, 2, 3]}])
+    printed, found = (
+        json.loads(capsys.readouterr().out),
+        maxbatch.score(model, ["some words", {"tokens": [1, 2, 3]}]),
+    )
     assert found.loss == pytest.approx(printed["loss"], rel=1e-6) and found.perplexity is not None
     assert [len(record.logprobs) for record in found.records] == [10, 2]
-    assert "/jax/core/compile/jaxpr_trace_duration" not in _events_of(lambda: maxbatch.score(model, ["other words"]))
+    assert "/jax/core/compile/jaxpr_trace_duration" not in _events_of(
+        lambda: maxbatch.score(model, ["other words"])
+    )
     for command in (["score", trained.run_dir, "a.jsonl"], ["generate", trained.run_dir]):
         assert main([*command, "--averaged"]) == 2
-        assert "has no average of the parameters, which a run with parameter_average" in capsys.readouterr().err
+        assert (
+            "has no average of the parameters, which a run with parameter_average"
+            in capsys.readouterr().err
+        )
     with pytest.raises(ValueError, match="top_p=2: must be above 0"):
         maxbatch.generate(model, "ab", top_p=2)
     with pytest.raises(maxbatch.ConfigError, match="record 2: needs text, tokens"):
@@ -145,12 +178,22 @@ def test_a_loaded_model_writes_and_scores_as_the_commands_do(
 
 
 def test_load_config_takes_keys_by_name() -> None:
-    config = maxbatch.load_config(steps=3, log_to=["tensorboard"], dataset_path=Path("a.txt"), dataset_type="text",
-                                  packing=False, per_device_batch_size=Fraction(1, 2), train_samples=None)  # fmt: skip
+    config = maxbatch.load_config(
+        steps=3,
+        log_to=["tensorboard"],
+        dataset_path=Path("a.txt"),
+        dataset_type="text",
+        packing=False,
+        per_device_batch_size=Fraction(1, 2),
+        train_samples=None,
+    )
     assert (config.steps, config.packing, config.per_device_batch_size) == (3, False, 0.5)
     assert config.dataset_path == "a.txt" and config.log_to == "tensorboard"
     assert maxbatch.load_config(None, ["steps=3"], steps=4).steps == 4
-    for wrong, said in (({"step": 3}, "nearest: steps"), ({"steps": {1: 2}}, "steps={1: 2}: must be a text")):
+    for wrong, said in (
+        ({"step": 3}, "nearest: steps"),
+        ({"steps": {1: 2}}, "steps={1: 2}: must be a text"),
+    ):
         with pytest.raises(maxbatch.ConfigError, match=said):
             maxbatch.load_config(**wrong)
 
@@ -167,16 +210,31 @@ class _Small(Bigrams):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"model": _no_rngs}, r"is called as _no_rngs\(config, rngs=rngs\), but takes _no_rngs\(config"),
+        (
+            {"model": _no_rngs},
+            r"is called as _no_rngs\(config, rngs=rngs\), but takes _no_rngs\(config",
+        ),
         ({"model": lambda config, *, rngs: 3}, "returned int; it must be a flax.nnx.Module"),
         ({"model": _Small}, "logits of 9 tokens; must be one for each of vocab_size=264"),
         ({"model": "Bigrams"}, "model: must be a function or a class, not str"),
-        ({"objective": lambda model: 0.0}, r"called as <lambda>\(model, rows\), but takes <lambda>\(model\)"),
+        (
+            {"objective": lambda model: 0.0},
+            r"called as <lambda>\(model, rows\), but takes <lambda>\(model\)",
+        ),
         ({"objective": lambda model, rows: None}, "returned NoneType in place of two scalars"),
-        ({"objective": lambda model, rows: (jnp.int32(1), 1.0)}, "type int32, which has no gradient"),
+        (
+            {"objective": lambda model, rows: (jnp.int32(1), 1.0)},
+            "type int32, which has no gradient",
+        ),
         ({"optimizer": "adam"}, "optimizer: must be a function or a class, not str"),
-        ({"optimizer": lambda: None}, r"is called as <lambda>\(learning_rate\), but takes <lambda>\(\)"),
-        ({"optimizer": lambda rate: rate}, "returned float; it must be an optax.GradientTransformation"),
+        (
+            {"optimizer": lambda: None},
+            r"is called as <lambda>\(learning_rate\), but takes <lambda>\(\)",
+        ),
+        (
+            {"optimizer": lambda rate: rate},
+            "returned float; it must be an optax.GradientTransformation",
+        ),
         ({"outputs": print}, r"works: outputs=\[my_logger\]"),
         ({"outputs": [3]}, "int is neither a function of a record"),
     ],
@@ -193,7 +251,9 @@ def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) 
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as caught:
-        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), objective=my_loss, devices=ONE)
+        maxbatch.train(
+            one_layer_config("steps=1", f"run_dir={tmp_path}"), objective=my_loss, devices=ONE
+        )
     assert any("raised by the objective my_loss" in note for note in caught.value.__notes__)
     with pytest.raises(maxbatch.ConfigError, match=r"works: maxbatch\.load_config"):
         maxbatch.train("run.yml")  # type: ignore[arg-type]
@@ -202,7 +262,9 @@ def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) 
 def test_a_users_loss_is_summed_over_the_global_batch(tmp_path: Path) -> None:
     runs = {}
     for name, loss in {"own": half_loss, "configured": None}.items():
-        config = one_layer_config("steps=1", "gradient_accumulation_steps=2", f"run_dir={tmp_path / name}")
+        config = one_layer_config(
+            "steps=1", "gradient_accumulation_steps=2", f"run_dir={tmp_path / name}"
+        )
         maxbatch.train(config, objective=loss, devices=ONE)
         runs[name] = read_metrics(tmp_path / name)[0]
     assert runs["own"]["loss"] == pytest.approx(runs["configured"]["loss"] / 2, rel=1e-5)
@@ -222,24 +284,43 @@ def test_a_model_with_running_statistics_is_refused(tmp_path: Path) -> None:
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     with pytest.raises(maxbatch.ConfigError, match="parameters"):
-        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE)
+        maxbatch.train(
+            one_layer_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE
+        )
 
 
 @pytest.mark.runs
-def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(tmp_path: Path) -> None:
+def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(
+    tmp_path: Path,
+) -> None:
     own = partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
-    plain = ("adam_b1=0.9", "adam_b2=0.95", "adam_eps=1e-8", "adam_weight_decay=0", "train_samples=64",
-             "global_batch_size=16")  # fmt: skip
-    configured = one_layer_config(*plain, "per_device_batch_size=8", f"run_dir={tmp_path / 'configured'}")
+    plain = (
+        "adam_b1=0.9",
+        "adam_b2=0.95",
+        "adam_eps=1e-8",
+        "adam_weight_decay=0",
+        "train_samples=64",
+        "global_batch_size=16",
+    )
+    configured = one_layer_config(
+        *plain, "per_device_batch_size=8", f"run_dir={tmp_path / 'configured'}"
+    )
     maxbatch.train(configured, devices=ONE)
-    halves = (*plain, "per_device_batch_size=2", "checkpoint_period=2", f"run_dir={tmp_path / 'own'}")
+    halves = (
+        *plain,
+        "per_device_batch_size=2",
+        "checkpoint_period=2",
+        f"run_dir={tmp_path / 'own'}",
+    )
 
     def cut_power(record: dict[str, Any]) -> None:
         if record["step"] == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        maxbatch.train(one_layer_config(*halves), optimizer=own, devices=jax.devices()[:4], outputs=[cut_power])
+        maxbatch.train(
+            one_layer_config(*halves), optimizer=own, devices=jax.devices()[:4], outputs=[cut_power]
+        )
     with pytest.raises(maxbatch.ConfigError, match="opt_type"):
         maxbatch.train(one_layer_config(*halves), devices=ONE)
     with pytest.raises(maxbatch.ConfigError, match="optimizer's state"):
@@ -259,13 +340,19 @@ def test_an_optimizer_with_rates_of_its_own_is_taken_as_it_is(
     rows = [np.arange(LENGTH) % 7] * 40  # all alike: with a rate of 0 the loss stays
     maxbatch.train(config, optimizer=optax.sgd(0.0), stream=rows, devices=ONE)
     first, second = read_metrics(tmp_path)
-    assert first["loss"] == second["loss"] and "learning_rate has no effect" in capsys.readouterr().err
+    assert (
+        first["loss"] == second["loss"] and "learning_rate has no effect" in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("key", ["adam_b1_half_life=2Mt", "weight_decay_timescale=1Mt", "compiled_dir=programs"])
+@pytest.mark.parametrize(
+    "key", ["adam_b1_half_life=2Mt", "weight_decay_timescale=1Mt", "compiled_dir=programs"]
+)
 def test_keys_of_the_configs_optimizer_are_refused_beside_a_users(key: str, tmp_path: Path) -> None:
     config = one_layer_config("steps=1", f"run_dir={tmp_path}", key)
-    with pytest.raises(maxbatch.ConfigError, match=f"{key.split('=')[0]}=.*; works: {key.split('=')[0]}="):
+    with pytest.raises(
+        maxbatch.ConfigError, match=f"{key.split('=')[0]}=.*; works: {key.split('=')[0]}="
+    ):
         maxbatch.train(config, optimizer=optax.adamw, devices=ONE)
 
 
@@ -286,12 +373,21 @@ def test_a_users_data_are_one_stream(tmp_path: Path) -> None:
 
     logger, steps = Logger(), []
     config = one_layer_config("num_epochs=2", f"run_dir={tmp_path}")
-    maxbatch.train(config, stream=rows, outputs=[logger, lambda record: steps.append(record["step"])], devices=ONE)
+    maxbatch.train(
+        config,
+        stream=rows,
+        outputs=[logger, lambda record: steps.append(record["step"])],
+        devices=ONE,
+    )
     assert (seen, steps, logger.is_closed) == ([16, 32, 40], [1, 2, 3], True)
     total = sum(int(m["data_fingerprint"], 16) for m in read_metrics(tmp_path))
     weights = np.ones((20, LENGTH), np.float32)
     weights[:, 0] = 0
-    once = {"tokens": np.stack(rows).astype(np.int32), "segments": np.ones((20, LENGTH), np.int32), "weights": weights}
+    once = {
+        "tokens": np.stack(rows).astype(np.int32),
+        "segments": np.ones((20, LENGTH), np.int32),
+        "weights": weights,
+    }
     assert total % 2**64 == 2 * int(fingerprint([once]), 16) % 2**64
 
 
@@ -306,29 +402,44 @@ def test_a_logger_is_closed_once_also_where_nothing_is_trained(tmp_path: Path) -
             closed.append("close")
 
     for expected in (["record", "close"], ["close"]):  # the second time the run is complete
-        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), outputs=[Logger()], devices=ONE)
+        maxbatch.train(
+            one_layer_config("steps=1", f"run_dir={tmp_path}"), outputs=[Logger()], devices=ONE
+        )
         assert closed == expected
         closed.clear()
 
 
 @pytest.mark.parametrize(
     ("row", "rule"),
-    [(np.zeros(3), "max_target_length=3"), (np.full(LENGTH, 999), "vocab_size=1000"), ({"ids": 1}, "has no tokens")],
+    [
+        (np.zeros(3), "max_target_length=3"),
+        (np.full(LENGTH, 999), "vocab_size=1000"),
+        ({"ids": 1}, "has no tokens"),
+    ],
 )
 def test_a_users_row_that_is_none_is_refused(row: Any, rule: str, tmp_path: Path) -> None:
     with pytest.raises(maxbatch.ConfigError, match=rule):
-        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), stream=[row], devices=ONE)
+        maxbatch.train(
+            one_layer_config("steps=1", f"run_dir={tmp_path}"), stream=[row], devices=ONE
+        )
 
 
 def test_a_feed_gives_the_batches_that_train_takes_from_any_position() -> None:
-    config = one_layer_config("batch_size_schedule=0:8 24:16", "per_device_batch_size=4", "train_samples=60")
+    config = one_layer_config(
+        "batch_size_schedule=0:8 24:16", "per_device_batch_size=4", "train_samples=60"
+    )
     stream = maxbatch.open_stream(config)
     mesh = maxbatch.make_mesh(config, jax.devices()[:4])
     with maxbatch.open_feed(config, mesh) as feed:
         batches = list(feed)
     assert [(b.step, b.samples_seen, b.num_rows) for b in batches] == [
-        (1, 0, 8), (2, 8, 8), (3, 16, 8), (4, 24, 16), (5, 40, 16), (6, 56, 4),
-    ]  # fmt: skip
+        (1, 0, 8),
+        (2, 8, 8),
+        (3, 16, 8),
+        (4, 24, 16),
+        (5, 40, 16),
+        (6, 56, 4),
+    ]
     for batch in batches:
         rows = stream.read(batch.samples_seen, batch.end)
         assert (np.asarray(batch.tokens)[: batch.num_rows] == rows["tokens"]).all()
@@ -349,7 +460,10 @@ def test_a_feed_takes_a_mesh_of_ones_own() -> None:
     assert batch.tokens.sharding.shard_shape(batch.tokens.shape) == (2, LENGTH)
     with pytest.raises(maxbatch.ConfigError, match="works: global_batch_size=8"):
         maxbatch.open_feed(
-            one_layer_config("global_batch_size=9", "ici_fsdp_parallelism=1", "ici_context_parallelism=8"), mesh
+            one_layer_config(
+                "global_batch_size=9", "ici_fsdp_parallelism=1", "ici_context_parallelism=8"
+            ),
+            mesh,
         )
 
 

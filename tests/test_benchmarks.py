@@ -28,7 +28,16 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.processes
 def test_quick_benchmarks_write_every_figure_with_its_bar(tmp_path):
     results = tmp_path / "results.json"
-    command = (sys.executable, "-m", "benchmarks", "step", "feed", "--quick", "--json", str(results))
+    command = (
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "step",
+        "feed",
+        "--quick",
+        "--json",
+        str(results),
+    )
     # JAX's own promotion of ranks and dtypes: what is compared with is written as others write.
     lenient = {"JAX_NUMPY_RANK_PROMOTION": "allow", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | lenient
@@ -47,7 +56,12 @@ def test_quick_benchmarks_write_every_figure_with_its_bar(tmp_path):
 
 @pytest.mark.parametrize(
     ("sense", "value", "passed"),
-    [("at least", 0.97, True), ("at least", 0.96, False), ("at most", 1.1, True), ("at most", 1.2, False)],
+    [
+        ("at least", 0.97, True),
+        ("at least", 0.96, False),
+        ("at most", 1.1, True),
+        ("at most", 1.2, False),
+    ],
 )
 def test_a_bar_is_reached_on_its_own_side(sense, value, passed):
     bar = 0.97 if sense == "at least" else 1.1
@@ -89,7 +103,10 @@ def test_without_a_gpu_nothing_is_measured(capsys):
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_plain_path_does_not_differ_from_itself():
     differences = gpu.attention_differences("dot_product", length=16, head_dim=8)
-    assert differences.keys() == {"values", *(f"gradient by the {name}" for name in ("query", "key", "value"))}
+    assert differences.keys() == {
+        "values",
+        *(f"gradient by the {name}" for name in ("query", "key", "value")),
+    }
     assert set(differences.values()) == {0.0}
 
 
@@ -109,7 +126,9 @@ def test_times_of_different_computations_are_not_compared():
 def test_the_update_by_hand_has_the_losses_of_the_trainer(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
     keys = (*QUICK_MODEL, "per_device_batch_size=4", "remat_policy=full", "scan_layers=true")
-    figures = gpu.speed(gpu.Bench(tmp_path, "cpu"), gpu.Gpu("NVIDIA H100 80GB HBM3", 0), "tiny", keys, updates=4)
+    figures = gpu.speed(
+        gpu.Bench(tmp_path, "cpu"), gpu.Gpu("NVIDIA H100 80GB HBM3", 0), "tiny", keys, updates=4
+    )
     assert len(figures) == 5 and all(figure.value > 0 for figure in figures)
 
 
@@ -135,18 +154,24 @@ def test_the_tests_of_the_schedules_are_those_of_scipy():
     expected = stats.ttest_rel(above, below)
     assert found.p == pytest.approx(expected.pvalue)
     interval = expected.confidence_interval(0.95)
-    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(tuple(interval))
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(
+        tuple(interval)
+    )
     sides = [
         stats.ttest_rel([a - margin for a in above], below, alternative=side).pvalue
         for margin, side in ((0.01, "less"), (-0.01, "greater"))
     ]
     assert found.p_equal == pytest.approx(max(sides))
-    signs = stats.permutation_test((above, below), lambda a, b: np.mean(a - b), permutation_type="samples")
+    signs = stats.permutation_test(
+        (above, below), lambda a, b: np.mean(a - b), permutation_type="samples"
+    )
     assert found.p_signs == pytest.approx(signs.pvalue)
 
 
 def test_holm_multiplies_each_p_by_the_hypotheses_left_and_keeps_their_order():
-    assert schedules.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"a": 0.06, "b": 0.03, "c": 0.06})
+    assert schedules.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx(
+        {"a": 0.06, "b": 0.03, "c": 0.06}
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,9 +191,14 @@ def test_a_schedule_is_answered_by_the_table_that_was_fixed_before(mean, p, p_eq
 
 def test_the_page_of_other_trainers_has_the_table_of_their_results():
     page = audits.PAGE.read_text()
-    assert page[page.index(audits.BEGIN) + len(audits.BEGIN) : page.index(audits.END)] == audits.table()
+    assert (
+        page[page.index(audits.BEGIN) + len(audits.BEGIN) : page.index(audits.END)]
+        == audits.table()
+    )
     examples = {path.name for path in (audits.ROOT / "examples" / "audits").glob("*.py")}
-    assert {peer.adapter.split(":")[0] for peer in audits.PEERS.values()} | {"torch_model.py"} == examples
+    assert {peer.adapter.split(":")[0] for peer in audits.PEERS.values()} | {
+        "torch_model.py"
+    } == examples
 
 
 def test_the_page_of_imports_has_the_table_of_the_runs_beside_other_programs():
@@ -181,7 +211,9 @@ def test_the_page_of_imports_has_the_table_of_the_runs_beside_other_programs():
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_within_the_tolerances_or_its_row_names_the_difference(name):
     figures = same_run.load(name)["differences"]
-    beyond = [each for each, figure in figures.items() if not figure <= getattr(same_run.TOLERANCES, each)]
+    beyond = [
+        each for each, figure in figures.items() if not figure <= getattr(same_run.TOLERANCES, each)
+    ]
     assert bool(beyond) == bool(CASES[name].differs), beyond
 
 
@@ -191,7 +223,8 @@ def test_differences_of_two_runs_are_the_largest_of_their_figures_and_arrays():
     start = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.float32)}
     their_end = {"a": np.array([1.0, 0, 0, 0], np.float32), "b": np.array([3.0, 4.0], np.float32)}
     our_end = {"a": np.array([1.0, 0, 0, 7.0], np.float32), "b": np.array([3.0, 4.5], np.float32)}
-    squares = {"a": np.array([1.0, 1.0, 1.0, 1e-16]), "b": np.ones(2)}  # the last of a is rounding alone
+    # the last of a is rounding alone
+    squares = {"a": np.array([1.0, 1.0, 1.0, 1e-16]), "b": np.ones(2)}
     found = differences(ours, theirs, start, our_end, their_end, squares)
     assert (found.loss, found.grad_norm, found.rate) == pytest.approx((0.05, 0.1, 0.05))
     assert (dict(found.arrays), found.left_out) == (pytest.approx({"a": 0.0, "b": 0.1}), 1)

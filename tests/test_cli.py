@@ -28,7 +28,9 @@ from tests.helpers.tiny import TINY_RUN
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+def test_help_lists_the_commands_with_examples(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert all(f"  {name}" in out and f"maxbatch {name}" in out for name in COMMANDS)
@@ -40,7 +42,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_commands_help_shows_examples_and_every_flag(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_commands_help_shows_examples_and_every_flag(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:" in out and all(example in out for example in COMMANDS[name].examples)
@@ -56,13 +60,18 @@ WITH_JSON = [name for name, command in COMMANDS.items() if command.prints_json]
 def test_with_json_an_error_is_an_object_on_standard_output_too(
     capsys: pytest.CaptureFixture[str], name: str, flags: list[str]
 ) -> None:
-    """Arguments, keys and files; without arguments most commands miss one, and `plan` and `config` do not."""
+    """Arguments, keys and files; without arguments most commands miss one, and `plan` and `config`
+    do not.
+    """
     if name in ("plan", "config", "data", "compile", "fit") and not flags:
         flags = ["max_target_length=1"]
     code = main([name, *flags, "--json"])
     out, err = capsys.readouterr()
     said = json.loads(out)
-    assert said == {"error": err.strip().removeprefix("maxbatch: error: "), "exit_code": code} and code == 2
+    assert (
+        said == {"error": err.strip().removeprefix("maxbatch: error: "), "exit_code": code}
+        and code == 2
+    )
 
 
 def test_with_json_a_bug_is_an_object_on_standard_output_too(
@@ -88,11 +97,17 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["export", "nomodel", "--output", "out"], "nomodel: no such folder (seen from "),
         (["report", "nomodel"], "nomodel: no such folder (seen from "),
         (["critical-batch", "nomodel"], "nomodel: no such folder (seen from "),
-        (["train", *TINY_RUN, "load_parameters_path=nomodel"], "nomodel: no such folder (seen from "),
+        (
+            ["train", *TINY_RUN, "load_parameters_path=nomodel"],
+            "nomodel: no such folder (seen from ",
+        ),
         (["train", "nowhere.yml"], "config file nowhere.yml: does not exist"),
         (["train", "a.yml", "b.yml"], "b.yml: only one config file is read (a.yml)"),
         (["train", "expansion_factor_real_data=0"], "expansion_factor_real_data=0: must be"),
-        (["train", "--simulate-devices", "0"], "--simulate-devices 0: must be a whole number from 1 on"),
+        (
+            ["train", "--simulate-devices", "0"],
+            "--simulate-devices 0: must be a whole number from 1 on",
+        ),
         (["train", "--json"], "--json: unknown flag"),
         (
             ["export", "run", "--output", "out", "--dtype", "bfloat"],
@@ -104,16 +119,31 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["plan", "--json=1"], "--json: takes no value"),
         (["plan", "--lay"], "--lay: unknown flag; nearest: --layout"),
         (["generate", "run", "--top_p=1"], "--top_p: unknown flag; nearest: --top-p"),
-        (["generate", "run", "--max-tokens", "3"], "--max-tokens: unknown flag; nearest: --max-new-tokens"),
-        (["generate", "run", "--num-tokens", "3"], "--num-tokens: unknown flag; nearest: --max-new-tokens"),
-        (["generate", "run", "--learning-rate", "3"], "--learning-rate: config keys are stated without dashes"),
+        (
+            ["generate", "run", "--max-tokens", "3"],
+            "--max-tokens: unknown flag; nearest: --max-new-tokens",
+        ),
+        (
+            ["generate", "run", "--num-tokens", "3"],
+            "--num-tokens: unknown flag; nearest: --max-new-tokens",
+        ),
+        (
+            ["generate", "run", "--learning-rate", "3"],
+            "--learning-rate: config keys are stated without dashes",
+        ),
         (["report"], "RUN: must be given; works: maxbatch report runs/default"),
         (
             ["prepare", "--output", "out", "--workers", "0"],
             "--workers 0: must be a whole number from 1 to 1024; works: --",
         ),
-        (["prepare", "--output", "out", "--workers", "two"], "--workers two: must be a whole number from 1 to 1024"),
-        (["prepare"], "--output or --verify: must be given; works: maxbatch prepare dataset_type=jsonl"),
+        (
+            ["prepare", "--output", "out", "--workers", "two"],
+            "--workers two: must be a whole number from 1 to 1024",
+        ),
+        (
+            ["prepare"],
+            "--output or --verify: must be given; works: maxbatch prepare dataset_type=jsonl",
+        ),
         (["data", "--stats", "--fingerprint"], "--fingerprint: must not be given beside --stats"),
         (["data", "steps=x"], "steps=x: must be a whole number"),
         (["plan", "run_dir=a\0b"], r"'run_dir=a\x00b': must be UTF-8 text without NUL characters"),
@@ -122,7 +152,9 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["data\0"], r"'data\x00': must be UTF-8 text"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
@@ -149,7 +181,9 @@ LONG = "x" * 5000
         ["sweep", f"steps={LONG}", f"steps={LONG}"],
     ],
 )
-def test_a_long_argument_is_repeated_in_part(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+def test_a_long_argument_is_repeated_in_part(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
     assert main(argv) == 2
     assert len(capsys.readouterr().err) < 350
 
@@ -158,17 +192,25 @@ def test_a_long_argument_is_repeated_in_part(capsys: pytest.CaptureFixture[str],
 def test_output_onto_a_full_disk_is_one_line(command: str) -> None:
     with open("/dev/full", "w") as full:
         run = subprocess.run(
-            [sys.executable, "-m", "maxbatch", command], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "maxbatch", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert run.returncode == 1
     *_, line = run.stderr.splitlines()
-    assert line == "maxbatch: error: no space left on the disk; free some and run the same command again"
+    assert (
+        line
+        == "maxbatch: error: no space left on the disk; free some and run the same command again"
+    )
     assert "Traceback" not in run.stderr and "Exception ignored" not in run.stderr
 
 
 def test_a_command_runs_without_standard_output() -> None:
     run = subprocess.run(
-        ["sh", "-c", f"{shlex.quote(sys.executable)} -m maxbatch plan >&-"], stderr=subprocess.PIPE, text=True
+        ["sh", "-c", f"{shlex.quote(sys.executable)} -m maxbatch plan >&-"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr
 
@@ -199,7 +241,11 @@ def fake_train(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[object]
     ],
 )
 def test_exit_codes_say_how_training_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: object, argv: list[str], code: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: object,
+    argv: list[str],
+    code: int,
 ) -> None:
     fake_train(monkeypatch, outcome)
     assert main(["train", *argv]) == code
@@ -224,7 +270,9 @@ def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
         main(["train"])
 
 
-def test_simulated_devices_replace_a_count_and_keep_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_devices_replace_a_count_and_keep_other_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=2")
     monkeypatch.setenv("JAX_PLATFORMS", "")
     simulate_devices(4)
@@ -235,7 +283,9 @@ def test_simulated_devices_replace_a_count_and_keep_other_flags(monkeypatch: pyt
 
 
 def test_the_package_resolves_its_names_and_no_others() -> None:
-    assert {"BatchPlan", "RampupBatchManager", "load_config", "train", "ConfigError"} <= set(dir(maxbatch))
+    assert {"BatchPlan", "RampupBatchManager", "load_config", "train", "ConfigError"} <= set(
+        dir(maxbatch)
+    )
     assert maxbatch.load_config.__module__ == "maxbatch.config.loading"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = maxbatch.nothing
@@ -284,9 +334,17 @@ def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
-    "arguments", [("plan", "--hosts=--"), ("generate", "~nobody-at-all/x"), ("report", "loop"), ("report", "loop/x")]
+    "arguments",
+    [
+        ("plan", "--hosts=--"),
+        ("generate", "~nobody-at-all/x"),
+        ("report", "loop"),
+        ("report", "loop/x"),
+    ],
 )
-def test_values_that_lead_nowhere_are_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_lead_nowhere_are_one_line(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("loop").symlink_to("loop")
     assert main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -301,9 +359,10 @@ def test_a_service_may_close_the_standard_streams(closed: str, words: str, code:
 
 def test_native_code_does_not_write_its_messages_into_files_of_ours(tmp_path: Path) -> None:
     lines = (
-        "import os, subprocess, sys\nfrom maxbatch.__main__ import _open_closed_streams\n_open_closed_streams()\n"
-        "file = open(sys.argv[1], 'w')\nos.write(2, b'native')\nsubprocess.run(['sh', '-c', 'echo child >&2'])\n"
-        "print('printed', file=sys.stderr, flush=True)\n"
+        "import os, subprocess, sys\nfrom maxbatch.__main__ import "
+        "_open_closed_streams\n_open_closed_streams()\nfile = open(sys.argv[1], 'w')\nos.write(2, "
+        "b'native')\nsubprocess.run(['sh', '-c', 'echo child >&2'])\nprint('printed', "
+        "file=sys.stderr, flush=True)\n"
     )
     command = [sys.executable, "-c", lines, str(tmp_path / "metrics")]
     assert subprocess.run(f"{shlex.join(command)} 2>&-", shell=True).returncode == 0
@@ -317,7 +376,9 @@ def test_a_removed_working_folder_is_one_line(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["compile", "steps=1"]) == 2
-    assert capsys.readouterr().err.startswith("maxbatch: error: the working folder was removed; works: cd ")
+    assert capsys.readouterr().err.startswith(
+        "maxbatch: error: the working folder was removed; works: cd "
+    )
 
 
 def test_env_prints_the_versions_for_a_report(
@@ -330,25 +391,41 @@ def test_env_prints_the_versions_for_a_report(
     assert (found["maxbatch"], found["XLA_FLAGS"]) == (maxbatch.__version__, "--xla_some=1")
 
 
-@pytest.mark.parametrize("words, expected", [
-    ("maxbatch critic", "critical-batch"), ("maxbatch train learning_rate_sca", "learning_rate_scaling="),
-    ("maxbatch fit --topo", "--topology"), ("maxbatch report learning_rate_sca", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("maxbatch critic", "critical-batch"),
+        ("maxbatch train learning_rate_sca", "learning_rate_scaling="),
+        ("maxbatch fit --topo", "--topology"),
+        ("maxbatch report learning_rate_sca", ""),
+    ],
+)
 def test_bash_completes_commands_flags_and_keys(
     words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
-    asked = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _maxbatch; echo ${{COMPREPLY[@]}}"
-    shell = subprocess.run(["bash", "-c", f"source {tmp_path}/script; {asked}"], capture_output=True, text=True)
+    asked = (
+        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _maxbatch; echo "
+        "${COMPREPLY[@]}"
+    )
+    shell = subprocess.run(
+        ["bash", "-c", f"source {tmp_path}/script; {asked}"], capture_output=True, text=True
+    )
     assert shell.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_complete_every_command_and_key(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_complete_every_command_and_key(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(name in script for name in COMMANDS) and "learning_rate_scaling=" in script and "topology" in script
+    assert (
+        all(name in script for name in COMMANDS)
+        and "learning_rate_scaling=" in script
+        and "topology" in script
+    )
     if shutil.which(shell):
         assert subprocess.run([shell, "-n"], input=script, text=True).returncode == 0
 

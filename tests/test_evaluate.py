@@ -1,4 +1,6 @@
-"""Scores of lm-evaluation-harness: the same for any batch and devices, and equal to transformers'."""
+"""Scores of lm-evaluation-harness: the same for any batch and devices, and equal to
+transformers'.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +31,77 @@ TEXTS = [" ".join((COLOURS * 6)[i : i + 18 + i % 5]) + "." for i in range(6)]
 
 
 def write_tasks(folder: Path) -> Path:
-    """A multiple choice, a continuation, a whole text and a completion, on data in the same folder."""
+    """A multiple choice, a continuation, a whole text and a completion, on data in the same
+    folder.
+    """
     choices, pairs, texts, prompts = [], [], [], []
     for i in range(9):
         told, *rest = (COLOURS * 3)[i : i + 3 + i % 4], *(COLOURS * 4)[i + 3 + i % 4 :]
         right = rest[0]
-        options = sorted({right, COLOURS[i % 6], COLOURS[(i + 2) % 6], "a colour that nobody has seen"})
-        choices.append({"question": " ".join(told), "options": options, "answer": options.index(right)})
+        options = sorted(
+            {right, COLOURS[i % 6], COLOURS[(i + 2) % 6], "a colour that nobody has seen"}
+        )
+        choices.append(
+            {"question": " ".join(told), "options": options, "answer": options.index(right)}
+        )
         pairs.append({"text": " ".join(told), "next": (right, "grey", "violet")[i % 3]})
         texts.append({"page": TEXTS[i % 6] * (1 + i)})
         up_to_stop = "".join(f" {word}" for word in rest[: rest.index("green")])
         prompts.append({"text": " ".join(told), "next": up_to_stop if i else " grey"})
     tasks: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-        "made_up_choice": (choices, {
-            "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
-            "doc_to_choice": "options", "num_fewshot": 2, "fewshot_split": "test",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}),
-        "made_up_continuation": (pairs, {
-            "output_type": "loglikelihood", "doc_to_text": "{{text}}", "doc_to_target": " {{next}}",
-            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]}),
-        "made_up_text": (texts, {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}",
-            "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]}),
-        "made_up_completion": (prompts, {
-            "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{next}}",
-            "generation_kwargs": {"until": [".", " green"], "max_gen_toks": 24, "do_sample": False},
-            "metric_list": [{"metric": "exact_match"}]}),
-    }  # fmt: skip
+        "made_up_choice": (
+            choices,
+            {
+                "output_type": "multiple_choice",
+                "doc_to_text": "{{question}}",
+                "doc_to_target": "answer",
+                "doc_to_choice": "options",
+                "num_fewshot": 2,
+                "fewshot_split": "test",
+                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            },
+        ),
+        "made_up_continuation": (
+            pairs,
+            {
+                "output_type": "loglikelihood",
+                "doc_to_text": "{{text}}",
+                "doc_to_target": " {{next}}",
+                "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+            },
+        ),
+        "made_up_text": (
+            texts,
+            {
+                "output_type": "loglikelihood_rolling",
+                "doc_to_text": "",
+                "doc_to_target": "{{page}}",
+                "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+            },
+        ),
+        "made_up_completion": (
+            prompts,
+            {
+                "output_type": "generate_until",
+                "doc_to_text": "{{text}}",
+                "doc_to_target": "{{next}}",
+                "generation_kwargs": {
+                    "until": [".", " green"],
+                    "max_gen_toks": 24,
+                    "do_sample": False,
+                },
+                "metric_list": [{"metric": "exact_match"}],
+            },
+        ),
+    }
     folder.mkdir()
     for name, (records, task) in tasks.items():
         file = write_jsonl(folder / f"{name}.jsonl", records)
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        data = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+        }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **data, **task}))
     return folder
 
@@ -76,12 +118,25 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = write_jsonl(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>"}
     write_tokenizer(folder / "tokenizer", None, **special)
-    config = maxbatch.load_config(overrides=[
-        *TINY_MODEL, "max_target_length=64", "vocab_size=320", "dataset_type=jsonl", f"dataset_path={texts}",
-        "tokenizer_type=huggingface", f"tokenizer_path={folder / 'tokenizer'}", f"run_dir={folder / 'run'}",
-        "steps=40", "per_device_batch_size=4", "learning_rate=1e-2", "generate_prompt=", "add_bos=false",
-        "eval_interval=-1", "eval_fraction=0",
-    ])  # fmt: skip
+    config = maxbatch.load_config(
+        overrides=[
+            *TINY_MODEL,
+            "max_target_length=64",
+            "vocab_size=320",
+            "dataset_type=jsonl",
+            f"dataset_path={texts}",
+            "tokenizer_type=huggingface",
+            f"tokenizer_path={folder / 'tokenizer'}",
+            f"run_dir={folder / 'run'}",
+            "steps=40",
+            "per_device_batch_size=4",
+            "learning_rate=1e-2",
+            "generate_prompt=",
+            "add_bos=false",
+            "eval_interval=-1",
+            "eval_fraction=0",
+        ]
+    )
     train(config, jax.devices()[:1])
     return folder / "run"
 
@@ -96,7 +151,9 @@ def assert_same_scores(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for task, metrics in expected.items():
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        assert {name: found[task][name] for name in numbers} == pytest.approx(numbers, rel=1e-5), task
+        assert {name: found[task][name] for name in numbers} == pytest.approx(numbers, rel=1e-5), (
+            task
+        )
 
 
 class Answers(NamedTuple):
@@ -112,7 +169,12 @@ class Answers(NamedTuple):
         def asked(*requests: tuple[Any, ...]) -> list[Any]:
             return [SimpleNamespace(args=request) for request in requests]
 
-        pairs = [("red orange", " yellow"), ("red ", "red"), ("", "blue violet"), (" ".join(COLOURS * 6), " grey")]
+        pairs = [
+            ("red orange", " yellow"),
+            ("red ", "red"),
+            ("", "blue violet"),
+            (" ".join(COLOURS * 6), " grey"),
+        ]
         rules = {"until": [".", "een"], "max_gen_toks": 12, "do_sample": False}
         found = model.loglikelihood(asked(*pairs))
         return cls(
@@ -120,7 +182,9 @@ class Answers(NamedTuple):
             [is_likeliest for _, is_likeliest in found],
             model.loglikelihood_rolling(asked((TEXTS[0] * 9,), ("red",))),
             model.generate_until(
-                asked(*((text, dict(rules)) for text in ("red", "green blue", " ".join(COLOURS * 9))))
+                asked(
+                    *((text, dict(rules)) for text in ("red", "green blue", " ".join(COLOURS * 9)))
+                )
             ),
         )
 
@@ -138,14 +202,19 @@ def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_trans
     from maxbatch.training.harness.tasks import load_tasks
 
     export_model(str(run_dir), str(tmp_path / "exported"), None)
-    theirs = HFLM(pretrained=str(tmp_path / "exported"), batch_size=1, device="cpu", dtype="float32")
+    theirs = HFLM(
+        pretrained=str(tmp_path / "exported"), batch_size=1, device="cpu", dtype="float32"
+    )
     names = [str(tasks)]
     expected = evaluator.evaluate(
         theirs, load_tasks(names, "--tasks ", None, None), bootstrap_iters=1000, log_samples=False
     )
     assert expected is not None
     scores = expected["results"]
-    assert 0 < scores["made_up_choice"]["acc,none"] < 1 and 0 < scores["made_up_completion"]["exact_match,none"] < 1
+    assert (
+        0 < scores["made_up_choice"]["acc,none"] < 1
+        and 0 < scores["made_up_completion"]["exact_match,none"] < 1
+    )
     answers = Answers.of(theirs)
     assert any(answers.are_likeliest) and not all(answers.are_likeliest)
     for devices in (1, 4):
@@ -156,7 +225,10 @@ def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_trans
         ours = Answers.of(HarnessModel(model))
         assert ours.logprobs == pytest.approx(answers.logprobs, abs=1e-4)
         assert ours.texts == pytest.approx(answers.texts, rel=1e-5)
-        assert (ours.are_likeliest, ours.completions) == (answers.are_likeliest, answers.completions)
+        assert (ours.are_likeliest, ours.completions) == (
+            answers.are_likeliest,
+            answers.completions,
+        )
 
 
 @pytest.mark.slow
@@ -166,29 +238,60 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
 ) -> None:
     capsys.readouterr()
     assert (
-        main(["evaluate", str(run_dir), "--tasks", str(tasks / "made_up_choice.yaml"), "--limit", "4", "--json"]) == 0
+        main(
+            [
+                "evaluate",
+                str(run_dir),
+                "--tasks",
+                str(tasks / "made_up_choice.yaml"),
+                "--limit",
+                "4",
+                "--json",
+            ]
+        )
+        == 0
     )
     found = json.loads(capsys.readouterr().out)
     assert found["n-samples"] == {"made_up_choice": {"original": 9, "effective": 4}}
     assert found["results"]["made_up_choice"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
-    by_name = ["evaluate", str(run_dir), "--include-path", str(tasks), "--limit", "2", "--num-fewshot", "1", "--tasks"]
+    by_name = [
+        "evaluate",
+        str(run_dir),
+        "--include-path",
+        str(tasks),
+        "--limit",
+        "2",
+        "--num-fewshot",
+        "1",
+        "--tasks",
+    ]
     assert main([*by_name, "made_up_c*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
-        ["made_up_choice", "1", "2"], ["made_up_choice", "1", "2"], ["made_up_completion", "1", "2"],
-        ["made_up_continuation", "1", "2"], ["made_up_continuation", "1", "2"],
-    ]  # fmt: skip
+        ["made_up_choice", "1", "2"],
+        ["made_up_choice", "1", "2"],
+        ["made_up_completion", "1", "2"],
+        ["made_up_continuation", "1", "2"],
+        ["made_up_continuation", "1", "2"],
+    ]
     assert main([*by_name, "made_up_choise"]) == 2
     assert capsys.readouterr().err.endswith("file or folder; nearest: made_up_choice\n")
     assert main([*by_name, "made_up_completion", "max_target_length=8"]) == 2
     error = capsys.readouterr().err
-    assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
+    assert (
+        "made_up_completion asks for completions of up to 24 tokens" in error
+        and "max_target_length=48" in error
+    )
     Path("bomb").mkdir()
     Path("bomb/task.yaml").write_text(bomb())
     for tasks_of in (["bomb"], ["bomb/task.yaml"], ["arc_easy", "--include-path", "bomb"]):
         assert main(["evaluate", str(run_dir), "--tasks", *tasks_of]) == 2
-        assert "bomb/task.yaml: expands by its aliases to more than 50,000 values" in capsys.readouterr().err
-    fails = {"task": "fails", "doc_to_text": "{{text if 'red' in text else text.first.letter}}"}  # at a later document
+        assert (
+            "bomb/task.yaml: expands by its aliases to more than 50,000 values"
+            in capsys.readouterr().err
+        )
+    # at a later document
+    fails = {"task": "fails", "doc_to_text": "{{text if 'red' in text else text.first.letter}}"}
     task = yaml.safe_load((tasks / "made_up_continuation.yaml").read_text())
     Path("fails.yaml").write_text(yaml.safe_dump(task | fails))
     assert main(["evaluate", str(run_dir), "--tasks", "fails.yaml"]) == 2
@@ -214,14 +317,22 @@ def test_a_run_scores_tasks_at_its_evals_and_its_losses_stay_as_they_are(
 
     plain, scored = trained("plain", "steps=4"), trained("scored", "steps=4", f"eval_tasks={tasks}")
     assert [record["loss"] for record in scored] == [record["loss"] for record in plain]
-    found = [{name: one for name, one in record.items() if name.startswith("eval_task/")} for record in scored]
+    found = [
+        {name: one for name, one in record.items() if name.startswith("eval_task/")}
+        for record in scored
+    ]
     assert [bool(scores) for scores in found] == [False, True, False, True]
     alone = maxbatch.evaluate(str(tmp_path / "scored"), [str(tasks)])
     assert found[3] == pytest.approx(figures(alone["results"]), rel=1e-5)
-    assert {"eval_task/made_up_choice/acc", "eval_task/made_up_completion/exact_match"} <= found[3].keys()
+    assert {"eval_task/made_up_choice/acc", "eval_task/made_up_completion/exact_match"} <= found[
+        3
+    ].keys()
     trained("resumed", "steps=2", f"eval_tasks={tasks}")
     resumed = trained("resumed", "steps=4", f"eval_tasks={tasks}")
-    assert [{name: record.get(name) for name in found[3]} for record in resumed[1::2]] == [found[1], found[3]]
+    assert [{name: record.get(name) for name in found[3]} for record in resumed[1::2]] == [
+        found[1],
+        found[3],
+    ]
     capsys.readouterr()
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "scored"), "--output", str(page)]) == 0
@@ -230,16 +341,33 @@ def test_a_run_scores_tasks_at_its_evals_and_its_losses_stay_as_they_are(
         capsys.readouterr()
         assert (
             main(
-                ["train", *base, f"run_dir={tmp_path / 'none'}", f"eval_tasks={tasks / 'made_up_choice.yaml'},{wrong}"]
+                [
+                    "train",
+                    *base,
+                    f"run_dir={tmp_path / 'none'}",
+                    f"eval_tasks={tasks / 'made_up_choice.yaml'},{wrong}",
+                ]
             )
             == 2
         )
-        assert capsys.readouterr().err.splitlines()[-1].startswith(f"maxbatch: error: eval_tasks={wrong[:20]}")
+        assert (
+            capsys.readouterr()
+            .err.splitlines()[-1]
+            .startswith(f"maxbatch: error: eval_tasks={wrong[:20]}")
+        )
         assert not (tmp_path / "none" / "metrics.jsonl").exists()
 
 
 def test_the_scores_of_a_run_have_the_names_of_tasks_and_filters() -> None:
-    table = {"colours": {"alias": "colours", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "f1,none": "N/A"}}
+    table = {
+        "colours": {
+            "alias": "colours",
+            "acc,none": 0.5,
+            "acc_stderr,none": 0.1,
+            "em,strict": 1,
+            "f1,none": "N/A",
+        }
+    }
     assert figures(table) == {"eval_task/colours/acc": 0.5, "eval_task/colours/em,strict": 1.0}
 
 
@@ -249,7 +377,8 @@ def test_eval_tasks_need_the_harness_before_anything_is_written(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["train", "run_dir=run", "eval_tasks=hellaswag", "dataset_type=synthetic"]) == 2
     assert capsys.readouterr().err == (
-        "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'\n"
+        "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install "
+        "'maxbatch[eval]'\n"
     )
     assert not Path("run", "config.yml").exists()
 
@@ -257,7 +386,9 @@ def test_eval_tasks_need_the_harness_before_anything_is_written(
 def test_tasks_are_scored_on_one_host_alone() -> None:
     config = maxbatch.load_config(overrides=["eval_tasks=hellaswag"])
     assert maxbatch.BatchPlan.from_config(config, num_devices=2)
-    with pytest.raises(maxbatch.ConfigError, match=r"on 2 hosts, since one host scores tasks.*works: eval_tasks=$"):
+    with pytest.raises(
+        maxbatch.ConfigError, match=r"on 2 hosts, since one host scores tasks.*works: eval_tasks=$"
+    ):
         maxbatch.BatchPlan.from_config(config, num_devices=2, num_hosts=2)
 
 
@@ -267,14 +398,19 @@ def test_without_the_harness_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["evaluate", "runs/none", "--tasks", "hellaswag"]) == 2
     assert capsys.readouterr().err == (
-        "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'\n"
+        "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install "
+        "'maxbatch[eval]'\n"
     )
 
 
 @pytest.mark.parity
-def test_requests_are_written_in_the_chat_template_if_asked(run_dir: Path, tasks: Path, tmp_path: Path) -> None:
+def test_requests_are_written_in_the_chat_template_if_asked(
+    run_dir: Path, tasks: Path, tmp_path: Path
+) -> None:
     model, rows = on_devices(run_dir, 1), list[str]()
-    vars(model)["tokenizer"] = make_tokenizer("huggingface", str(write_tokenizer(tmp_path / "chat")))
+    vars(model)["tokenizer"] = make_tokenizer(
+        "huggingface", str(write_tokenizer(tmp_path / "chat"))
+    )
     vars(model)["context"] = 256
     score = model.scorer()
 
@@ -288,7 +424,9 @@ def test_requests_are_written_in_the_chat_template_if_asked(run_dir: Path, tasks
     )
     assert 0 <= found["results"]["made_up_choice"]["acc,none"] <= 1
     begins = "<|im_start|>user\n"  # of the worked example, and of the question
-    assert rows and all(row.count(begins) == 2 and row.count("<|im_start|>assistant\n") == 2 for row in rows), rows
+    assert rows and all(
+        row.count(begins) == 2 and row.count("<|im_start|>assistant\n") == 2 for row in rows
+    ), rows
     answers = {row.rpartition("<|im_start|>assistant\n")[2].strip() for row in rows}
     assert "a colour that nobody has seen" in answers and len(answers) >= 3
 
@@ -296,4 +434,9 @@ def test_requests_are_written_in_the_chat_template_if_asked(run_dir: Path, tasks
 @pytest.mark.parity
 def test_a_tokenizer_without_a_chat_template_is_one_line(run_dir: Path, tasks: Path) -> None:
     with pytest.raises(maxbatch.ConfigError, match="has no chat template"):
-        maxbatch.evaluate(on_devices(run_dir, 1), str(tasks / "made_up_choice.yaml"), limit=1, apply_chat_template=True)
+        maxbatch.evaluate(
+            on_devices(run_dir, 1),
+            str(tasks / "made_up_choice.yaml"),
+            limit=1,
+            apply_chat_template=True,
+        )

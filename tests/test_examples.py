@@ -19,7 +19,8 @@ from tests.helpers.batch_page import rows_of
 from tests.helpers.tiny import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# The promises that each adapter breaks, with the cause; of the others each holds, but for devices on one device.
+# The promises that each adapter breaks, with the cause; of the others each holds, but for devices
+# on one device.
 MEANS = dict.fromkeys(("uneven", "empty", "remainder", "padding"), "mean of means")
 AUDITED = {"audit_optax": {}, "audit_nnx": {}, "audit_multisteps": MEANS, "audit_maxbatch": {}}
 
@@ -71,22 +72,36 @@ def test_a_logger_of_ones_own_has_every_record() -> None:
     example("own_logger").main("run")
     with Path("run.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["data_fingerprint"] for row in rows] == [m["data_fingerprint"] for m in read_metrics("run")]
+    assert [row["data_fingerprint"] for row in rows] == [
+        m["data_fingerprint"] for m in read_metrics("run")
+    ]
 
 
 def test_a_late_switch_has_the_updates_of_a_walk_over_the_run() -> None:
     rng, late_switch = random.Random(0), example("batch_schedules").late_switch
     for _ in range(50):
-        samples, small, large = rng.randrange(200, 20_000), rng.choice([8, 24, 64]), rng.choice([72, 128, 512])
+        samples, small, large = (
+            rng.randrange(200, 20_000),
+            rng.choice([8, 24, 64]),
+            rng.choice([72, 128, 512]),
+        )
         part, whole = rng.randrange(1, 100), 100
         keys = late_switch(samples, small, large, Fraction(part, whole))
-        plan = maxbatch.BatchPlan.from_config(maxbatch.load_config(overrides=[f"{k}={v}" for k, v in keys.items()] + [
-            "per_device_batch_size=8", "learning_rate_schedule=constant"]))  # fmt: skip
+        plan = maxbatch.BatchPlan.from_config(
+            maxbatch.load_config(
+                overrides=[f"{k}={v}" for k, v in keys.items()]
+                + ["per_device_batch_size=8", "learning_rate_schedule=constant"]
+            )
+        )
         walked, position = [], 0
         while position < samples:
             walked.append((position, small if position * whole < part * samples else large))
             position += walked[-1][1]
-        firsts = [update for update, before in zip(walked, [(0, 0), *walked], strict=False) if update[1] != before[1]]
+        firsts = [
+            update
+            for update, before in zip(walked, [(0, 0), *walked], strict=False)
+            if update[1] != before[1]
+        ]
         stages = [stage for stage in plan.stages if stage.num_steps]
         assert [(stage.first_sample, stage.global_batch_size) for stage in stages] == firsts
         assert plan.total_steps == len(walked)
@@ -118,7 +133,9 @@ def test_the_page_shows_the_commands_of_the_batch_schedules() -> None:
 def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
     found = example("balance_gradient").main()
     page = (EXAMPLES.parent / "docs" / "experts.md").read_text()
-    lines = re.findall(r"^\| (.+) \| (?:each row|the batch).* \|((?: [\d.e-]+, [\d.e-]+ \|){5})$", page, re.M)
+    lines = re.findall(
+        r"^\| (.+) \| (?:each row|the batch).* \|((?: [\d.e-]+, [\d.e-]+ \|){5})$", page, re.M
+    )
     assert len(lines) == len(found)
     for (name, cells), figures in zip(lines, found.values(), strict=True):
         for cell, (length, distance) in zip(cells.split("|"), figures, strict=False):
@@ -129,8 +146,12 @@ def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
         most = max(distance for _, distance in figures)
         is_exact = "maxbatch" in name or "seq" in name or name == "MaxText"
         assert most <= 1e-5 if is_exact else most > 0.3
-    formulas = {"balance-beside-a-sum": "MaxText", "balance-of-rows": "seq_aux_loss", "balance-of-passes": "torchtitan",
-                "balance-so-far": "global_aux_loss"}  # fmt: skip
+    formulas = {
+        "balance-beside-a-sum": "MaxText",
+        "balance-of-rows": "seq_aux_loss",
+        "balance-of-passes": "torchtitan",
+        "balance-so-far": "global_aux_loss",
+    }
     assert formulas.keys() == rows_of("Balance losses of experts").keys()
     assert all(any(formula in name for name in found) for formula in formulas.values())
 
@@ -151,9 +172,12 @@ def test_an_audit_that_compiles_much_finds_what_the_page_tells(name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("make", "broken"), [("make", {"uneven", "empty", "remainder", "padding"}), ("make_exact", set[str]())]
+    ("make", "broken"),
+    [("make", {"uneven", "empty", "remainder", "padding"}), ("make_exact", set[str]())],
 )
-def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, broken: set[str]) -> None:
+def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(
+    make: str, broken: set[str]
+) -> None:
     pytest.importorskip("torch")
     found = maxbatch.audit(getattr(example("audit_torch"), make), updates=2)
     check_means(found, broken)
@@ -162,13 +186,17 @@ def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, 
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(("make", "broken"), [("make", set[str]()), ("make_of_means", set(MEANS))])
-def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_items(make: str, broken: set[str]) -> None:
+def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_items(
+    make: str, broken: set[str]
+) -> None:
     pytest.importorskip("transformers")
     check_means(maxbatch.audit(getattr(example("audit_transformers"), make), updates=2), broken)
 
 
 def check_means(found: maxbatch.Audit, broken: set[str]) -> None:
-    """Where a part has no trained token, the trainer may raise, or Adam may hide the scale of the gradient."""
+    """Where a part has no trained token, the trainer may raise, or Adam may hide the scale of the
+    gradient.
+    """
     causes = {each.promise: each.cause for each in found.broken}
     assert causes.keys() == broken, str(found)
     assert {causes[promise] for promise in broken - {"empty", "padding"}} <= {"mean of means"}

@@ -1,4 +1,6 @@
-"""On one NVIDIA GPU: the kernels that no CPU runs, the edge of the memory, and the speed beside the update by hand."""
+"""On one NVIDIA GPU: the kernels that no CPU runs, the edge of the memory, and the speed beside the
+update by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,20 @@ from benchmarks.trainer import RUN
 
 # Widths at which cuDNN's attention and 8-bit products run.
 CUT = (
-    *RUN, "base_emb_dim=128", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=64", "base_mlp_dim=256",
-    "base_num_decoder_layers=2", "max_target_length=256", "vocab_size=512", "logits_via_embedding=false",
-    "global_batch_size=8", "learning_rate=1e-3", "steps=4",
-)  # fmt: skip
+    *RUN,
+    "base_emb_dim=128",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=64",
+    "base_mlp_dim=256",
+    "base_num_decoder_layers=2",
+    "max_target_length=256",
+    "vocab_size=512",
+    "logits_via_embedding=false",
+    "global_batch_size=8",
+    "learning_rate=1e-3",
+    "steps=4",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
@@ -47,18 +59,35 @@ def assert_passed(figures: list[Measurement]) -> None:
     assert verdicts and all(verdicts.values()), figures
 
 
-def assert_same_in_four_micro_batches(bench: Bench, dtype: str, quantization: str, tolerance: float) -> None:
-    """Four updates of eight rows, in one pass and in four, have the same losses and gradient norms."""
+def assert_same_in_four_micro_batches(
+    bench: Bench, dtype: str, quantization: str, tolerance: float
+) -> None:
+    """Four updates of eight rows, in one pass and in four, have the same losses and gradient
+    norms.
+    """
     records = []
     for rows in (8, 2):
         name = f"{dtype}-{quantization}-{rows}"
         cut = (f"per_device_batch_size={rows}", f"run_dir={bench.folder / name}")
-        variables = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"} if quantization == "int8" else {}
-        bench.run(name, "maxbatch", "train", *CUT, f"dtype={dtype}", f"quantization={quantization}", *cut, **variables)
+        variables = (
+            {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"} if quantization == "int8" else {}
+        )
+        bench.run(
+            name,
+            "maxbatch",
+            "train",
+            *CUT,
+            f"dtype={dtype}",
+            f"quantization={quantization}",
+            *cut,
+            **variables,
+        )
         records.append(metrics_of(bench.folder / name))
     for one, other in zip(*records, strict=True):
         assert one["data_fingerprint"] == other["data_fingerprint"]
-        assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), rel=tolerance)
+        assert (one["loss"], one["grad_norm"]) == pytest.approx(
+            (other["loss"], other["grad_norm"]), rel=tolerance
+        )
 
 
 @pytest.mark.usefixtures("device")
@@ -69,9 +98,16 @@ def test_cudnn_attention_is_the_plain_path_to_rounding(bench: Bench) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
-    [("float32", "", 1e-4), ("bfloat16", "", 2e-2), ("bfloat16", "fp8", 2e-2), ("bfloat16", "int8", 2e-2)],
+    [
+        ("float32", "", 1e-4),
+        ("bfloat16", "", 2e-2),
+        ("bfloat16", "fp8", 2e-2),
+        ("bfloat16", "int8", 2e-2),
+    ],
 )
-def test_the_update_does_not_depend_on_the_cut(bench: Bench, dtype: str, quantization: str, tolerance: float) -> None:
+def test_the_update_does_not_depend_on_the_cut(
+    bench: Bench, dtype: str, quantization: str, tolerance: float
+) -> None:
     assert_same_in_four_micro_batches(bench, dtype, quantization, tolerance)
 
 
@@ -85,6 +121,8 @@ def test_an_update_of_a_1b_is_as_fast_as_by_hand(bench: Bench, device: Gpu) -> N
     assert_passed(gpu.speed(bench, device, "1B", ONE_B))
 
 
-def test_an_update_of_the_layers_of_a_7b_that_fit_is_as_fast_as_by_hand(bench: Bench, device: Gpu) -> None:
+def test_an_update_of_the_layers_of_a_7b_that_fit_is_as_fast_as_by_hand(
+    bench: Bench, device: Gpu
+) -> None:
     layers = gpu.layers_that_fit(device.memory_bytes)
     assert_passed(gpu.speed(bench, device, "7B", (*SEVEN_B, f"base_num_decoder_layers={layers}")))

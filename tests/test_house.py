@@ -20,32 +20,56 @@ from maxbatch.config.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "maxbatch").rglob("*.py"))
-COMBINED = [one for one in vars(combined).values() if isinstance(one, type) and issubclass(one, Section)]
+COMBINED = [
+    one for one in vars(combined).values() if isinstance(one, type) and issubclass(one, Section)
+]
 COMBINED = [one for one in COMBINED if one.__module__ == combined.__name__]
-# The sections of the config that each room may import, of maxbatch/config/sections.py and combined.py.
+# The sections of the config that each room may import, of maxbatch/config/sections.py and
+# combined.py.
 WALLS = {
-    "plan": {"PlanConfig", "RampConfig", "PromptBatchConfig", "RatesConfig", "OptimizerConfig", "ModelConfig",
-             "MeshConfig"},
+    "plan": {
+        "PlanConfig",
+        "RampConfig",
+        "PromptBatchConfig",
+        "RatesConfig",
+        "OptimizerConfig",
+        "ModelConfig",
+        "MeshConfig",
+    },
     "parallel": {"PlanConfig", "MeshConfig", "RematConfig"},
     "model": {"DecoderConfig", "ModelConfig"},
     "data": {"DataConfig", "StoreConfig", "StreamConfig"},
     "sampling": {"DecoderConfig", "TextConfig"},
     "runs": set(),
-    "training/update": {"UpdateConfig", "ProgramsConfig", "AdapterConfig", "DecoderConfig", "MeshConfig",
-                        "OptimizerConfig", "PreferenceConfig"},
+    "training/update": {
+        "UpdateConfig",
+        "ProgramsConfig",
+        "AdapterConfig",
+        "DecoderConfig",
+        "MeshConfig",
+        "OptimizerConfig",
+        "PreferenceConfig",
+    },
     "training/weights": {"UpdateConfig", "AdapterConfig", "DecoderConfig", "ModelConfig"},
     "huggingface/folder": {"DecoderConfig"},
     "huggingface/arrays": {"ModelConfig"},
     "huggingface/export": {"DataConfig"},
     "training/record": {"DecoderConfig", "RecordConfig"},
     "training/compile": {"DecoderConfig"},
-    "rl": {"EvaluationConfig", "LearnerConfig", "PromptConfig", "RLConfig", "RolloutConfig", "UpdateConfig"},
+    "rl": {
+        "EvaluationConfig",
+        "LearnerConfig",
+        "PromptConfig",
+        "RLConfig",
+        "RolloutConfig",
+        "UpdateConfig",
+    },
     "auditing": set(),
     "testing": set(),
     "pages": set(),
-}  # fmt: skip
-# The functions of these rooms that take the whole config: the public Python API, and what opens a session or compares
-# configs.
+}
+# The functions of these rooms that take the whole config: the public Python API, and what opens a
+# session or compares configs.
 WHOLE_CONFIG = {
     "plan": {"BatchPlan.from_config", "LearningRate.from_config", "RampupBatchManager.from_config"},
     "parallel": {"make_mesh"},
@@ -60,19 +84,26 @@ WHOLE_CONFIG = {
     "rl": {"train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),
-}  # fmt: skip
+}
 
 
 def test_few_modules_stand_outside_of_the_rooms() -> None:
-    outside = [path.name for path in (ROOT / "maxbatch").glob("*.py") if not path.name.startswith("__")]
+    outside = [
+        path.name for path in (ROOT / "maxbatch").glob("*.py") if not path.name.startswith("__")
+    ]
     assert len(outside) <= 6, outside
 
 
 def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "rooms")
-    enforced = [room.removeprefix("maxbatch.") for layer in reversed(layers) for room in layer.split(" : ")]
-    _, house = (ROOT / "CONTRIBUTING.md").read_text().split("## The house")  # groups of tests have a table above it
+    enforced = [
+        room.removeprefix("maxbatch.") for layer in reversed(layers) for room in layer.split(" : ")
+    ]
+    # groups of tests have a table above it
+    _, house = (ROOT / "CONTRIBUTING.md").read_text().split("## The house")
     rows = re.findall(r"^\| `(\w+(?:\.(?!py)\w+)?)/?` \|", house, re.M)
     assert rows == enforced
 
@@ -82,28 +113,39 @@ def test_no_contract_of_imports_has_exceptions() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside of functions and for types count too; `maxbatch/__init__.py` hands names of all rooms on."""
+    """Imports inside of functions and for types count too; `maxbatch/__init__.py` hands names of
+    all rooms on.
+    """
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
-    graphlib.TopologicalSorter({name: names.keys() & _imports(path) for name, path in names.items()}).prepare()
+    graphlib.TopologicalSorter(
+        {name: names.keys() & _imports(path) for name, path in names.items()}
+    ).prepare()
 
 
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    stated = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    stated = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
     declared = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in stated}
     packages = importlib.metadata.packages_distributions()
     missing = {
         module
-        for module in {name.partition(".")[0] for path in MODULES for name in _imports(path)} & packages.keys()
+        for module in {name.partition(".")[0] for path in MODULES for name in _imports(path)}
+        & packages.keys()
         if not declared & {package.lower().replace("_", "-") for package in packages[module]}
     }
     assert missing <= {"maxbatch", *sys.stdlib_module_names}
 
 
 def test_pip_chooses_the_client_of_s3_before_the_boto3_of_an_emulator() -> None:
-    # aiobotocore allows a few releases of botocore and no newer ones. As a requirement of ours pip chooses it before
-    # boto3, in the order of names; as one of s3fs alone it comes after, and pip goes back through all its releases.
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    # aiobotocore allows a few releases of botocore and no newer ones. As a requirement of ours pip
+    # chooses it before boto3, in the order of names; as one of s3fs alone it comes after, and pip
+    # goes back through all its releases.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert any(one.startswith("aiobotocore>=3.10") for one in extras["s3"])
     assert {"maxbatch[gcs,s3]", "moto[server]>=5.2"} <= set(extras["emulators"])
     assert any(one.startswith("maxbatch[emulators,") for one in extras["test"])
@@ -115,7 +157,9 @@ def _imports(path: Path) -> list[str]:
     return names + [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
-@pytest.mark.parametrize("room", sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir()))
+@pytest.mark.parametrize(
+    "room", sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
+)
 def test_tests_mirror_the_package(room: str) -> None:
     if room in ("helpers", "programs", "__pycache__"):
         return
@@ -123,12 +167,15 @@ def test_tests_mirror_the_package(room: str) -> None:
 
 
 def test_no_test_imports_a_private_name() -> None:
-    private = re.compile(r"^\s*(?:from maxbatch\S* import .*|(?:from|import) maxbatch\S*\.)\b_[a-z]", re.M)
+    private = re.compile(
+        r"^\s*(?:from maxbatch\S* import .*|(?:from|import) maxbatch\S*\.)\b_[a-z]", re.M
+    )
     assert not [path for path in (ROOT / "tests").rglob("*.py") if private.search(path.read_text())]
 
 
 def test_private_names_of_libraries_are_those_of_jax_in_one_module_and_of_pytest() -> None:
-    """JAX's, where it has no public ones: `tests/parallel/test_jax_internals.py` says what depends on them.
+    """JAX's, where it has no public ones: `tests/parallel/test_jax_internals.py` says what depends
+    on them.
 
     The plugin of pytest prints as pytest itself does, which has no public way either.
     """
@@ -169,11 +216,15 @@ def test_a_room_imports_the_sections_of_the_config_that_it_may_know(room: str) -
 
 @pytest.mark.parametrize("room", WHOLE_CONFIG)
 def test_only_the_public_entries_of_a_room_take_the_whole_config(room: str) -> None:
-    assert {name for tree in _trees(room) for name in _takers_of_the_whole_config(tree)} == WHOLE_CONFIG[room]
+    assert {
+        name for tree in _trees(room) for name in _takers_of_the_whole_config(tree)
+    } == WHOLE_CONFIG[room]
 
 
 def _trees(room: str) -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for path in sorted((ROOT / "maxbatch" / room).rglob("*.py"))]
+    return [
+        ast.parse(path.read_text()) for path in sorted((ROOT / "maxbatch" / room).rglob("*.py"))
+    ]
 
 
 def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str]:
@@ -183,10 +234,15 @@ def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
             if any(
-                argument.annotation and re.search(r"\bConfig\b", ast.unparse(argument.annotation)) for argument in every
+                argument.annotation and re.search(r"\bConfig\b", ast.unparse(argument.annotation))
+                for argument in every
             ):
                 yield name
-        inner = f"{name}." if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else within
+        inner = (
+            f"{name}."
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            else within
+        )
         yield from _takers_of_the_whole_config(child, inner)
 
 
@@ -195,20 +251,32 @@ def test_only_config_recipes_and_import_ask_which_kind_of_sample_a_run_has() -> 
     others = [path for path in MODULES if not any(map(path.is_relative_to, may_ask))]
     asking = {path.name: set(_choices_asked_for(ast.parse(path.read_text()))) for path in others}
     found = {name: sorted(asked) for name, asked in asking.items() if asked}
-    assert not found, f"{found}: ask config.recipe for a fact, or give the recipe of that room a method"
+    assert not found, (
+        f"{found}: ask config.recipe for a fact, or give the recipe of that room a method"
+    )
 
 
 def _choices_asked_for(tree: ast.Module) -> Iterator[str]:
-    """Yields the keys that choose a kind of sample where a module reads one: a flag, or a number compared with None."""
+    """Yields the keys that choose a kind of sample where a module reads one: a flag, or a number
+    compared with None.
+    """
     flags = CHOICES.keys() - {"batch_size"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in flags:
             yield node.attr
         elif isinstance(node, ast.Constant) and node.value in flags:
             yield str(node.value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in flags:
+        elif (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id in flags
+        ):
             yield node.target.id
-        elif isinstance(node, ast.Compare) and "batch_size" in _read_by(node.left) and _is_none(node.comparators[0]):
+        elif (
+            isinstance(node, ast.Compare)
+            and "batch_size" in _read_by(node.left)
+            and _is_none(node.comparators[0])
+        ):
             yield "batch_size"
 
 
@@ -225,8 +293,12 @@ def _is_none(node: ast.expr) -> bool:
 
 def test_no_room_but_system_asks_for_remote_path() -> None:
     inside = ROOT / "maxbatch" / "system"
-    asking = [path for path in MODULES if inside not in path.parents and "RemotePath" in path.read_text()]
-    assert not asking, f"{asking}: take an AnyPath, and ask maxbatch.system.storage for what is needed"
+    asking = [
+        path for path in MODULES if inside not in path.parents and "RemotePath" in path.read_text()
+    ]
+    assert not asking, (
+        f"{asking}: take an AnyPath, and ask maxbatch.system.storage for what is needed"
+    )
 
 
 def test_every_program_with_compiler_options_drops_those_that_the_compiler_refuses() -> None:

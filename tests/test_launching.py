@@ -74,9 +74,14 @@ def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures(fil
     (container,) = pod["containers"]
     stopped, taken_away = job["podFailurePolicy"]["rules"]
     assert stopped["action"] == taken_away["action"] == "FailJob"
-    assert stopped["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [75]}
+    assert stopped["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [75],
+    }
     assert taken_away["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"  # a run starts again with all its hosts
+    # a run starts again with all its hosts
+    assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize("file", JOBSETS)
@@ -98,7 +103,11 @@ def test_the_jobset_asks_for_the_chips_that_its_topology_has(file: str) -> None:
 def test_the_jobset_of_v5p_is_the_slice_of_the_tutorial() -> None:
     page = (TOP / "docs" / "tutorials" / "from-maxtext.md").read_text()
     text = (LAUNCH / "jobset_v5p.yml").read_text()
-    assert "--topology v5p:4x4x4" in page and "gke-tpu-topology: 4x4x4" in text and "tpu-v5p-slice" in text
+    assert (
+        "--topology v5p:4x4x4" in page
+        and "gke-tpu-topology: 4x4x4" in text
+        and "tpu-v5p-slice" in text
+    )
     assert "16 hosts" in page and "parallelism: 16" in text
 
 
@@ -123,21 +132,26 @@ exit "$code"
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Any:
-    """Runs a command with a `maxbatch` that ends with the given codes; returns its result and all calls."""
+    """Runs a command with a `maxbatch` that ends with the given codes; returns its result and all
+    calls.
+    """
 
     def run(command: list[str], codes: str, **variables: str) -> tuple[int, list[str]]:
         executable(tmp_path / "bin" / "maxbatch", MAXBATCH)
         (tmp_path / "codes").write_text(codes)
         (tmp_path / "calls").write_text("")
         paths = {"CALLS": str(tmp_path / "calls"), "CODES": str(tmp_path / "codes")}
-        done = subprocess.run(command, env=with_commands(tmp_path / "bin", **paths, **variables), timeout=60)
+        done = subprocess.run(
+            command, env=with_commands(tmp_path / "bin", **paths, **variables), timeout=60
+        )
         return done.returncode, (tmp_path / "calls").read_text().splitlines()
 
     return run
 
 
 SCONTROL = '#!/bin/bash\necho "scontrol $*|" >> "$CALLS"\n'
-# Starts the tasks of a step on this machine, hands SIGTERM on, and ends with the highest of their codes.
+# Starts the tasks of a step on this machine, hands SIGTERM on, and ends with the highest of their
+# codes.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 tasks = [
@@ -163,30 +177,50 @@ def test_slurm_requeues_a_run_that_saved_and_stopped_and_no_other(
     assert calls[1:] == (["scontrol requeue 4711|"] if requeued else [])
 
 
-@pytest.mark.parametrize(("codes", "runs", "ended"), [("0", 1, 0), ("75 75 0", 3, 0), ("75 2", 2, 2)])
+@pytest.mark.parametrize(
+    ("codes", "runs", "ended"), [("0", 1, 0), ("75 75 0", 3, 0), ("75 2", 2, 2)]
+)
 def test_tpu_workers_go_on_after_a_stop_and_end_with_the_run(
     tmp_path: Path, stub: Any, codes: str, runs: int, ended: int
 ) -> None:
-    gcloud = '#!/bin/bash\necho "$1 $2 $3 $4 $5 $6 $7|" >> "$CALLS"\nexec bash -c "${8#--command=}"\n'
+    gcloud = (
+        '#!/bin/bash\necho "$1 $2 $3 $4 $5 $6 $7|" >> "$CALLS"\nexec bash -c "${8#--command=}"\n'
+    )
     executable(tmp_path / "bin" / "gcloud", gcloud)
     # A login shell would put its own folders first.
-    executable(tmp_path / "bin" / "bash", '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n')
-    command = [str(LAUNCH / "tpu_vm.sh"), "my-tpu", "us-east5-a", "my run.yml", "generate_prompt=it's $5"]
+    executable(
+        tmp_path / "bin" / "bash",
+        '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n',
+    )
+    command = [
+        str(LAUNCH / "tpu_vm.sh"),
+        "my-tpu",
+        "us-east5-a",
+        "my run.yml",
+        "generate_prompt=it's $5",
+    ]
     code, calls = stub(command, codes)
     assert code == ended
     assert calls[0] == "compute tpus tpu-vm ssh my-tpu --zone=us-east5-a --worker=all|"
     assert calls[1:] == ["train|my run.yml|generate_prompt=it's $5|"] * runs
 
 
-def test_a_tpu_worker_without_maxbatch_installs_it_with_a_python_that_is_new_enough(tmp_path: Path) -> None:
+def test_a_tpu_worker_without_maxbatch_installs_it_with_a_python_that_is_new_enough(
+    tmp_path: Path,
+) -> None:
     calls, home = tmp_path / "calls", tmp_path / "home"
     executable(tmp_path / "bin" / "gcloud", '#!/bin/bash\nexec bash -c "${8#--command=}"\n')
-    executable(tmp_path / "bin" / "bash", '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n')
+    executable(
+        tmp_path / "bin" / "bash",
+        '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n',
+    )
     executable(tmp_path / "maxbatch", '#!/bin/bash\necho "maxbatch $*" >> "$CALLS"\n')
     uv = '#!/bin/bash\necho "uv $*" >> "$CALLS"\nmkdir -p "$HOME/.maxbatch/bin"\n'
     executable(tmp_path / "bin" / "uv", f'{uv}cp {tmp_path}/maxbatch "$HOME/.maxbatch/bin/"\n')
     environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(home), "CALLS": str(calls)}
-    done = subprocess.run([LAUNCH / "tpu_vm.sh", "my-tpu", "zone", "steps=3"], env=environment, timeout=60)
+    done = subprocess.run(
+        [LAUNCH / "tpu_vm.sh", "my-tpu", "zone", "steps=3"], env=environment, timeout=60
+    )
     assert done.returncode == 0
     venv, install, run = calls.read_text().splitlines()
     assert venv == f"uv venv --quiet --python 3.12 {home}/.maxbatch"
@@ -213,10 +247,14 @@ def free_job_id() -> str:
 
 @pytest.mark.processes
 def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -> None:
-    """Two tasks that find each other by SLURM's variables; SIGTERM to the script; the same job again."""
+    """Two tasks that find each other by SLURM's variables; SIGTERM to the script; the same job
+    again.
+    """
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "scontrol", SCONTROL)
-    executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
+    executable(
+        tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n'
+    )
     calls, run_dir = tmp_path / "calls", tmp_path / "run"
     calls.touch()
     hold = Hold(3, tmp_path)
@@ -225,11 +263,21 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
         job = free_job_id()
         variables = {"CALLS": str(calls), "SLURM_NTASKS": "2", "SLURM_JOB_ID": job} | hold.variables
         return subprocess.Popen(
-            [LAUNCH / "slurm.sh", *TINY_RUN, ONE_LAYER, f"run_dir={run_dir}", "steps=30", "per_device_batch_size=2"],
+            [
+                LAUNCH / "slurm.sh",
+                *TINY_RUN,
+                ONE_LAYER,
+                f"run_dir={run_dir}",
+                "steps=30",
+                "per_device_batch_size=2",
+            ],
             env=with_commands(tmp_path / "bin", **variables),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            stdin=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
         try:
@@ -254,11 +302,16 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     assert code == 0, output
     assert calls.read_text().count("requeue") == 1
     assert [m["step"] for m in read_metrics(run_dir)] == [m + 1 for m in range(30)]
-    assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), "two processes, two rows each"
+    assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), (
+        "two processes, two rows each"
+    )
 
 
-# A SLURM of the nodes n0 to n2, all on this machine: those in $DEAD start nothing. It notes the pid of each task.
-NODES_SCONTROL = '#!/bin/bash\n[ "$1" = show ] && printf "n%s\\n" 0 1 2 || echo "scontrol $*" >> "$CALLS"\n'
+# A SLURM of the nodes n0 to n2, all on this machine: those in $DEAD start nothing. It notes the pid
+# of each task.
+NODES_SCONTROL = (
+    '#!/bin/bash\n[ "$1" = show ] && printf "n%s\\n" 0 1 2 || echo "scontrol $*" >> "$CALLS"\n'
+)
 NODES_SRUN = f"""#!{sys.executable}
 import os, pathlib, subprocess, sys
 flags = [word for word in sys.argv[1:] if word.startswith("--")]
@@ -283,30 +336,45 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 
 
 SURVIVOR = (
-    *TINY_RUN, ONE_LAYER, "steps=12", "global_batch_size=12", "per_device_batch_size=2",
-    "checkpoint_period=3", "heartbeat_timeout_s=10", "compilation_cache_dir=none",
-)  # fmt: skip
+    *TINY_RUN,
+    ONE_LAYER,
+    "steps=12",
+    "global_batch_size=12",
+    "per_device_batch_size=2",
+    "checkpoint_period=3",
+    "heartbeat_timeout_s=10",
+    "compilation_cache_dir=none",
+)
 
 
 @pytest.fixture(scope="module")
 def surviving_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of three hosts, and of two."""
     folder = tmp_path_factory.mktemp("survive") / "compiled"
-    done = maxbatch("compile", *SURVIVOR, "--simulate-hosts", "3", "--survive", "1", "--output", str(folder))
+    done = maxbatch(
+        "compile", *SURVIVOR, "--simulate-hosts", "3", "--survive", "1", "--output", str(folder)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-def run_without_the_second(command: list[str], folder: Path, run_dir: Path, name: str, **variables: str) -> None:
-    """Runs a script until it ends by itself; after seven updates its second host is lost with its node or pool."""
+def run_without_the_second(
+    command: list[str], folder: Path, run_dir: Path, name: str, **variables: str
+) -> None:
+    """Runs a script until it ends by itself; after seven updates its second host is lost with its
+    node or pool.
+    """
     executable(folder / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
     (folder / "dead").touch()
     hold = Hold(7, folder)
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            command, env=with_commands(folder / "bin", **variables, **hold.variables),
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=with_commands(folder / "bin", **variables, **hold.variables),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         wait_for(lambda: recorded(run_dir) >= 7 or process.poll() is not None)
         os.kill(int((folder / "pids").read_text().split()[1]), signal.SIGKILL)
@@ -332,15 +400,25 @@ def test_a_slurm_job_that_loses_a_node_goes_on_with_the_two_that_are_left(
     executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
     job = {
-        "CALLS": str(calls), "DEAD": str(tmp_path / "dead"), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_JOB_NODELIST": "n[0-2]", "SLURM_NTASKS_PER_NODE": "1",
-    }  # fmt: skip
-    script = [str(LAUNCH / "slurm_survive.sh"), *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
+        "CALLS": str(calls),
+        "DEAD": str(tmp_path / "dead"),
+        "SLURM_JOB_ID": free_job_id(),
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": "n[0-2]",
+        "SLURM_NTASKS_PER_NODE": "1",
+    }
+    script = [
+        str(LAUNCH / "slurm_survive.sh"),
+        *SURVIVOR,
+        f"run_dir={run_dir}",
+        f"compiled_dir={surviving_programs}",
+    ]
     run_without_the_second(script, tmp_path, run_dir, "n1", **job)
     assert calls.read_text().splitlines() == ["srun n0 n1 n2", "srun n0 n2"]
 
 
-# A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of `kubectl create`.
+# A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of
+# `kubectl create`.
 KUBECTL = f"""#!{sys.executable}
 import json, os, pathlib, re, subprocess, sys, yaml
 top, words = pathlib.Path(os.environ["CLUSTER"]), sys.argv[1:]
@@ -391,7 +469,9 @@ else:
 
 
 def surviving_jobset(folder: Path, args: list[str], num_slices: int) -> Path:
-    """Writes the JobSet of the repository with slices of one host, other arguments and as many slices."""
+    """Writes the JobSet of the repository with slices of one host, other arguments and as many
+    slices.
+    """
     jobset = yaml.safe_load((LAUNCH / SURVIVING).read_text())
     [slices] = jobset["spec"]["replicatedJobs"]
     slices["replicas"], job = num_slices, slices["template"]["spec"]
@@ -411,8 +491,11 @@ def test_a_jobset_that_loses_a_slice_goes_on_with_the_two_that_are_left(
     args = ["train", *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
     script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, args, 3))]
     cluster = {
-        "CLUSTER": str(tmp_path), "POOLS": "p0 p1 p2", "ADDRESS": f"localhost:{free_port()}", "POLL_S": "0.5",
-    }  # fmt: skip
+        "CLUSTER": str(tmp_path),
+        "POOLS": "p0 p1 p2",
+        "ADDRESS": f"localhost:{free_port()}",
+        "POLL_S": "0.5",
+    }
     run_without_the_second(script, tmp_path, run_dir, "p1", **cluster)
     assert (tmp_path / "calls").read_text().splitlines() == ["create 3", "create 2"]
 
@@ -434,11 +517,16 @@ kill -9 $$
 def test_a_jobset_is_started_again_on_the_slices_that_are_ready(
     tmp_path: Path, code: int, fewest: str, starts: list[int], ended: int | None
 ) -> None:
-    """Stopped or failed, it starts again; not after invalid input, nor on too few slices, for which it waits."""
+    """Stopped or failed, it starts again; not after invalid input, nor on too few slices, for which
+    it waits.
+    """
     executable(tmp_path / "bin" / "kubectl", KUBECTL)
     executable(tmp_path / "bin" / "maxbatch", HOST)
     (tmp_path / "dead").touch()
-    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, ["train", "my.yml"], 4))]
+    script = [
+        str(LAUNCH / "jobset_survive.sh"),
+        str(surviving_jobset(tmp_path, ["train", "my.yml"], 4)),
+    ]
     cluster = {
         "CLUSTER": str(tmp_path),
         "POOLS": "p0 p1 p2 p3",
@@ -462,14 +550,20 @@ def test_the_script_of_a_jobset_names_its_file() -> None:
     assert done.returncode == 2 and done.stderr.startswith("usage: ")
 
 
-def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:9")  # nobody waits for credentials of its bucket
+def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # nobody waits for credentials of its bucket
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:9")
     settings, job = yaml.safe_load_all((LAUNCH / "ray_gke.yml").read_text())
     entrypoint = shlex.split(job["spec"]["entrypoint"])
     args = make_parser("sweep").parse_args(entrypoint[2:])
     [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     [worker] = group["template"]["spec"]["containers"]
-    assert (args.ray, args.resources) == ("auto", {"TPU": worker["resources"]["limits"]["google.com/tpu"]})
+    assert (args.ray, args.resources) == (
+        "auto",
+        {"TPU": worker["resources"]["limits"]["google.com/tpu"]},
+    )
     Path("lr.yml").write_text(settings["data"][Path(args.file).name])
     sweep = SweepFile.read("lr.yml")
     check_combinations(sweep)

@@ -1,7 +1,8 @@
 """Every command of README and of the pages in docs/ works unchanged.
 
-By default each one is parsed and its config planned, and what needs no training is run and compared with the output
-that the page shows. The tests marked pages run whole pages, in their order, with few updates of a tiny model.
+By default each one is parsed and its config planned, and what needs no training is run and compared
+with the output that the page shows. The tests marked pages run whole pages, in their order, with
+few updates of a tiny model.
 """
 
 from __future__ import annotations
@@ -16,10 +17,26 @@ import pytest
 from maxbatch.cli import main, make_parser
 from maxbatch.commands import COMMANDS
 from maxbatch.config.loading import load_config
-from tests.data.store.test_formats import byte_strings, example, write_gzip, write_jsonl, write_parquet, write_records
+from tests.data.store.test_formats import (
+    byte_strings,
+    example,
+    write_gzip,
+    write_jsonl,
+    write_parquet,
+    write_records,
+)
 from tests.data.store.test_tokenizers import write_bpe
 from tests.helpers.command import maxbatch
-from tests.helpers.pages import PAGES, REASONS, TOP, Command, blocks_of, commands_of, is_shown, text_of
+from tests.helpers.pages import (
+    PAGES,
+    REASONS,
+    TOP,
+    Command,
+    blocks_of,
+    commands_of,
+    is_shown,
+    text_of,
+)
 from tests.helpers.tiny import read_metrics
 
 TEXTS = [f"document {number}: the quick brown fox jumps over the lazy dog" for number in range(40)]
@@ -27,16 +44,28 @@ FAST = ("plan", "config", "data", "prepare", "import", "audit", "env", "completi
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 OVERVIEWS = ("README.md", "docs/index.md")  # their commands stand on other pages, and run there
 CUTS = ("docs/tutorials/first-batch.md", "docs/how-it-works.md")
-TRAINING = {p for p in WITH_COMMANDS if p not in OVERVIEWS and {c.name for c in commands_of(p)} - set(FAST)}
+TRAINING = {
+    p for p in WITH_COMMANDS if p not in OVERVIEWS and {c.name for c in commands_of(p)} - set(FAST)
+}
 
 TINY = {
-    "STEPS": "8", "CHECKPOINT_PERIOD": "4", "EVAL_STEPS": "1", "GENERATE_PROMPT": "", "WARM_START_STEPS": "2",
-    "BASE_EMB_DIM": "32", "BASE_NUM_QUERY_HEADS": "2", "BASE_NUM_KV_HEADS": "2", "HEAD_DIM": "16", "BASE_MLP_DIM": "32",
-    "BASE_NUM_DECODER_LAYERS": "1", "GRADIENT_NOISE_SCALE": "false",
-}  # fmt: skip
+    "STEPS": "8",
+    "CHECKPOINT_PERIOD": "4",
+    "EVAL_STEPS": "1",
+    "GENERATE_PROMPT": "",
+    "WARM_START_STEPS": "2",
+    "BASE_EMB_DIM": "32",
+    "BASE_NUM_QUERY_HEADS": "2",
+    "BASE_NUM_KV_HEADS": "2",
+    "HEAD_DIM": "16",
+    "BASE_MLP_DIM": "32",
+    "BASE_NUM_DECODER_LAYERS": "1",
+    "GRADIENT_NOISE_SCALE": "false",
+}
 SHORT = {"MAX_TARGET_LENGTH": "64"}
 SAMPLED = {"STEPS": "3"}  # of rl, whose updates sample
-MEASURED = {"STEPS": "64", "CHECKPOINT_PERIOD": "16"}  # twice the 256 samples of a branch, and a step to fork from
+# twice the 256 samples of a branch, and a step to fork from
+MEASURED = {"STEPS": "64", "CHECKPOINT_PERIOD": "16"}
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
 MORE = {
@@ -44,9 +73,15 @@ MORE = {
     "generate": ("--max-new-tokens", "8"),
 }
 SMOLLM2 = {
-    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
 SMALL_SWEEP = """
 sampler: grid
 metric: loss
@@ -69,14 +104,18 @@ def files(tmp_path: Path) -> None:
     for shard, texts in enumerate((TEXTS[:25], TEXTS[25:])):
         name = f"{shard:05}-of-00002"
         write_parquet(tmp_path / f"shards/train-{name}.parquet", texts, "body")
-        write_records(tmp_path / f"c4/c4-train.array_record-{name}", [text.encode() for text in texts])
+        write_records(
+            tmp_path / f"c4/c4-train.array_record-{name}", [text.encode() for text in texts]
+        )
         examples = [example({"text": byte_strings(text.encode())}) for text in texts]
         write_records(tmp_path / f"tfds/tfds-train.array_record-{name}", examples)
     write_bpe(tmp_path, "<|endoftext|>")
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2/config.json").write_text(json.dumps(SMOLLM2))
     questions = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(64)]
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in questions)
+    )
 
 
 def write_files_of(page: str) -> None:
@@ -105,7 +144,9 @@ def check_arguments(command: Command) -> Any:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_every_command_of_a_page_is_one_and_prints_what_is_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_a_page_is_one_and_prints_what_is_shown(
+    page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files_of(page)
     made: set[str] = set()  # by commands that only the tests marked pages run
     for command in commands_of(page):
@@ -142,11 +183,15 @@ def run_page(
 ) -> list[tuple[Command, str]]:
     """Runs the commands of a page in order; returns each with its output."""
     is_measured = any(command.name == "critical-batch" for command in commands_of(page))
-    # The cuts of a page are compared with a fingerprint that a command without these keys prints; answers are shorter.
+    # The cuts of a page are compared with a fingerprint that a command without these keys prints;
+    # answers are shorter.
     is_sampled = any(command.name == "rl" for command in commands_of(page))
     has_own_length = page in CUTS or is_sampled
     keys = (
-        TINY | (MEASURED if is_measured else {}) | (SAMPLED if is_sampled else {}) | ({} if has_own_length else SHORT)
+        TINY
+        | (MEASURED if is_measured else {})
+        | (SAMPLED if is_sampled else {})
+        | ({} if has_own_length else SHORT)
     )
     tiny = {f"MAXBATCH_{key}": value for key, value in keys.items()}
     Path("batch_size").write_text(SMALL_SWEEP)
@@ -169,7 +214,9 @@ def run_page(
 
 
 def shortened(command: Command) -> list[str]:
-    """The command with few updates of a tiny model, as the environment states them, on at most two hosts."""
+    """The command with few updates of a tiny model, as the environment states them, on at most two
+    hosts.
+    """
     kept = [text for text in command.arguments if text.partition("=")[0] not in (*LENGTHS, *SIZES)]
     if "--simulate-hosts" in kept:
         kept[kept.index("--simulate-hosts") + 1] = "2"
@@ -189,7 +236,9 @@ def test_the_cuts_of_a_page_train_on_the_same_samples(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = run_page(page, monkeypatch, capsys)
-    printed = [output.strip() for command, output in commands if "--fingerprint" in command.arguments]
+    printed = [
+        output.strip() for command, output in commands if "--fingerprint" in command.arguments
+    ]
     cut = [
         read_metrics(run)
         for run in sorted(Path("runs").iterdir())
@@ -200,13 +249,23 @@ def test_the_cuts_of_a_page_train_on_the_same_samples(
     assert prints[1:] == prints[:-1]
     assert printed[0] == prints[0][0 if "first-batch" in page else 1]
     for lines in cut[1:]:
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in cut[0]], rel=1e-5)
+        assert [line["loss"] for line in lines] == pytest.approx(
+            [line["loss"] for line in cut[0]], rel=1e-5
+        )
 
 
-@pytest.mark.parametrize("command", [c for c in commands_of("docs/data.md") if "--stats" in c.arguments and
-                                     any(text.startswith("dataset_path") for text in c.arguments)],
-                         ids=lambda command: " ".join(command.config[:2]))  # fmt: skip
-def test_the_example_of_every_format_counts_its_documents(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        c
+        for c in commands_of("docs/data.md")
+        if "--stats" in c.arguments and any(text.startswith("dataset_path") for text in c.arguments)
+    ],
+    ids=lambda command: " ".join(command.config[:2]),
+)
+def test_the_example_of_every_format_counts_its_documents(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command.arguments, "--json"]) == 0
     documents = 30 if "dataset_path=web.jsonl" in command.arguments else len(TEXTS)
     assert json.loads(capsys.readouterr().out)["documents"] == documents
@@ -216,10 +275,15 @@ def test_the_example_of_a_mixture_file_mixes(capsys: pytest.CaptureFixture[str])
     write_files_of("docs/data.md")
     assert main(["data", "dataset_type=jsonl", "dataset_path=mix.yml", "--stats", "--json"]) == 0
     stats = json.loads(capsys.readouterr().out)
-    assert {name: figures["weight"] for name, figures in stats["sources"].items()} == {"web": 0.7, "code": 0.3}
+    assert {name: figures["weight"] for name, figures in stats["sources"].items()} == {
+        "web": 0.7,
+        "code": 0.3,
+    }
 
 
-def test_prepare_prints_the_training_command_of_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_prints_the_training_command_of_its_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     prepare, _, train = (list(command.arguments) for command in commands_of("docs/prepare.md"))
     assert main(prepare) == 0
     following = capsys.readouterr().out.splitlines()[-1].removeprefix("next: maxbatch ")
@@ -230,15 +294,23 @@ def test_prepare_prints_the_training_command_of_its_page(capsys: pytest.CaptureF
 def test_a_page_has_no_command_that_no_test_sees(page: str) -> None:
     fenced = "".join(block.text for block in blocks_of(page) if block.language in ("console", "sh"))
     text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
-    assert not re.search(r"^ {4,}(\$ )?maxbatch [a-z]", text, re.M), "a command in an indented block"
+    assert not re.search(r"^ {4,}(\$ )?maxbatch [a-z]", text, re.M), (
+        "a command in an indented block"
+    )
     others = [block for block in blocks_of(page) if block.language not in ("console", "sh")]
-    assert not [block for block in others if re.search(r"^(\$ )?maxbatch [a-z]+ ", block.text, re.M)]
-    assert len(re.findall(r"(?:^|&& )(?:\$ )?maxbatch [a-z]", fenced, re.M)) == len(commands_of(page))
+    assert not [
+        block for block in others if re.search(r"^(\$ )?maxbatch [a-z]+ ", block.text, re.M)
+    ]
+    assert len(re.findall(r"(?:^|&& )(?:\$ )?maxbatch [a-z]", fenced, re.M)) == len(
+        commands_of(page)
+    )
     assert all(block.reason.startswith(REASONS) for block in blocks_of(page) if block.reason)
 
 
 def test_every_command_has_a_page_and_a_row_in_the_readme() -> None:
-    shown = {command.name for page in PAGES if page.startswith("docs/") for command in commands_of(page)}
+    shown = {
+        command.name for page in PAGES if page.startswith("docs/") for command in commands_of(page)
+    }
     assert shown >= COMMANDS.keys()
     assert set(re.findall(r"^\| `([a-z-]+)` \|", text_of("README.md"), re.M)) >= COMMANDS.keys()
 
@@ -249,10 +321,18 @@ def test_the_readme_is_read_in_ten_minutes() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page: str) -> None:
-    made = ("reference/keys.md", "reference/commands.md", "reference/exit-codes.md", "reference/python.md")
+    made = (
+        "reference/keys.md",
+        "reference/commands.md",
+        "reference/exit-codes.md",
+        "reference/python.md",
+    )
     for link in re.findall(
         r"\]\(([^)#]+?)(?:#[^)]*)?\)", re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
     ):
         if not link.startswith("http"):
             target = (TOP / page).parent / link
-            assert target.resolve().exists() or target.resolve().relative_to(TOP / "docs").as_posix() in made, link
+            assert (
+                target.resolve().exists()
+                or target.resolve().relative_to(TOP / "docs").as_posix() in made
+            ), link

@@ -55,7 +55,9 @@ TABLES = OVERFLOWING.replace(
 
 def tool(name: str) -> ModuleType:
     """A module of docs/tools, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", TOP / "docs" / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"docs_{name}", TOP / "docs" / "tools" / f"{name}.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -87,7 +89,10 @@ def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> No
     for metric in Metric:
         assert f"| `{metric}` | {metric.kind} | {metric.unit} |" in metrics
     for name, command in COMMANDS.items():
-        assert f"## {name}\n" in reference.commands_page() and command.examples[0] in reference.commands_page()
+        assert (
+            f"## {name}\n" in reference.commands_page()
+            and command.examples[0] in reference.commands_page()
+        )
     for code, meaning in EXIT_CODES.items():
         assert f"| {code} | {meaning} |" in reference.exit_codes_page()
     for name in set(maxbatch.__all__) - {"__version__"}:
@@ -108,8 +113,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=TOP, env=os.environ | {"PYTHONPATH": str(TOP)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=TOP,
+        env=os.environ | {"PYTHONPATH": str(TOP)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert built.returncode == 0, built.stderr
     return folder
 
@@ -122,7 +131,9 @@ def address(site: Path) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=site)
+    )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -144,18 +155,28 @@ def test_the_site_builds_and_documents_what_the_package_exports(site: Path) -> N
 @pytest.mark.runs
 def test_no_page_overflows_and_none_writes_to_the_console(site: Path, address: str) -> None:
     pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
-    asked = [(f"{address}/{page}/".replace("/./", "/"), width) for page in pages for width in (1280, 400)]
+    asked = [
+        (f"{address}/{page}/".replace("/./", "/"), width) for page in pages for width in (1280, 400)
+    ]
     (site / "frame.html").write_text('<html><body data-drawn="true"></body></html>')
     found, console = ask(site / "frame.html", OVERFLOWING % json.dumps(asked), served_at=address)
     assert len(found) == len(asked) >= 2 * len(pages) > 40
-    assert [(page, width, wide) for page, width, wide, headings in found if wide > width or headings != 1] == []
+    assert [
+        (page, width, wide)
+        for page, width, wide, headings in found
+        if wide > width or headings != 1
+    ] == []
     assert console == []
 
 
 @pytest.mark.runs
 def test_tables_fit_the_page_and_are_stacked_on_a_phone(site: Path, address: str) -> None:
     (site / "frame.html").write_text('<html><body data-drawn="true"></body></html>')
-    asked = [(f"{address}/{page}/", width) for page in ("batch-size", "reference/keys") for width in (1280, 400)]
+    asked = [
+        (f"{address}/{page}/", width)
+        for page in ("batch-size", "reference/keys")
+        for width in (1280, 400)
+    ]
     found, _ = ask(site / "frame.html", TABLES % json.dumps(asked), served_at=address)
     for (page, width), (num_tables, num_wide, display, label) in zip(asked, found, strict=True):
         assert num_tables and not num_wide, (page, width)

@@ -1,4 +1,6 @@
-"""What an error names after `works:` is typed after the test that met it, and a wrong one is found."""
+"""What an error names after `works:` is typed after the test that met it, and a wrong one is
+found.
+"""
 
 from __future__ import annotations
 

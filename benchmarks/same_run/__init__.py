@@ -1,1 +1,3 @@
-"""Other programs' training beside what `maxbatch import` makes of their configs: the same rows, the same start."""
+"""Other programs' training beside what `maxbatch import` makes of their configs: the same rows, the
+same start.
+"""

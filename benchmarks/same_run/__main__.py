@@ -1,11 +1,13 @@
-"""`python -m benchmarks.same_run NAME ...`: trains with another program and with what import makes of its config.
+"""`python -m benchmarks.same_run NAME ...`: trains with another program and with what import makes
+of its config.
 
-Both trainings begin with the same parameters and read the same rows, in float32 on one CPU device. The other program
-runs in a virtual environment, which is made if it is missing. Losses, gradient norms and rates of every update are
-compared, and the parameters after the last one. The figures are written to `benchmarks/same_run/results/NAME.json` and
-to the table of `docs/import.md`.
+Both trainings begin with the same parameters and read the same rows, in float32 on one CPU device.
+The other program runs in a virtual environment, which is made if it is missing. Losses, gradient
+norms and rates of every update are compared, and the parameters after the last one. The figures are
+written to `benchmarks/same_run/results/NAME.json` and to the table of `docs/import.md`.
 
-`--check` repeats a few comparisons with fewer updates, writes nothing, and fails if a figure is beyond its tolerance.
+`--check` repeats a few comparisons with fewer updates, writes nothing, and fails if a figure is
+beyond its tolerance.
 """
 
 from __future__ import annotations
@@ -30,21 +32,34 @@ _CHECKED_UPDATES = 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compares the named runs; returns 1 if one could not be compared or is beyond its tolerances."""
+    """Compares the named runs; returns 1 if one could not be compared or is beyond its
+    tolerances.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_run", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="comparisons, as --list prints them")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="comparisons, as --list prints them"
+    )
     parser.add_argument("--all", action="store_true", help="every comparison")
     parser.add_argument("--list", action="store_true", help="print the names of all comparisons")
     parser.add_argument(
-        "--environments", type=Path, default=Path("environments"), metavar="DIR",
+        "--environments",
+        type=Path,
+        default=Path("environments"),
+        metavar="DIR",
         help=f"folder of the virtual environments {', '.join(PROGRAMS)}, made if they are missing",
-    )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="repeat CI's comparisons or the named ones, write nothing")
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="repeat CI's comparisons or the named ones, write nothing",
+    )
     parser.add_argument("--table", action="store_true", help="write the table of the page alone")
     arguments = parser.parse_args(argv)
     names = arguments.names
     if unknown := set(names) - CASES.keys():
-        parser.error(f"no comparison is called {', '.join(sorted(unknown))}; --list prints the names")
+        parser.error(
+            f"no comparison is called {', '.join(sorted(unknown))}; --list prints the names"
+        )
     if arguments.list:
         print(*(f"{name}  {case.title}" for name, case in CASES.items()), sep="\n")
         return 0

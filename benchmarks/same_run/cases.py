@@ -1,4 +1,6 @@
-"""The table of comparisons: a program's settings, its rows, and the word because of which runs differ, if they do."""
+"""The table of comparisons: a program's settings, its rows, and the word because of which runs
+differ, if they do.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Case:
       updates: their number.
       checked: whether CI repeats it.
       trainer: of transformers or TRL, the class.
-      taken_over: updates of theirs after which ours goes on with their checkpoint; 0: ours begins with their start.
+      taken_over: updates of theirs after which ours goes on with their checkpoint; 0: ours begins
+        with their start.
       num_rows: of the data; None: as many as the updates read.
     """
 
@@ -50,8 +53,9 @@ def make_rows(kind: Kind, num_rows: int, length: int, seed: int) -> Rows:
     """Makes random rows; the last of the L + 1 tokens of a row is a target only.
 
     Args:
-      kind: full: every token is trained; padded: rows end early, so that batches have unequal tokens; masked: random
-        tokens of whole rows are not trained; packed: rows of several documents, with padding at the end.
+      kind: full: every token is trained; padded: rows end early, so that batches have unequal
+        tokens; masked: random tokens of whole rows are not trained; packed: rows of several
+        documents, with padding at the end.
     """
     rng = np.random.default_rng(seed)
     shape = (num_rows, length + 1)
@@ -73,7 +77,9 @@ def make_rows(kind: Kind, num_rows: int, length: int, seed: int) -> Rows:
 
 
 def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> None:
-    """Writes `records.jsonl`, texts of random words for a trainer of TRL, and `tokenizer`, whose tokens are words."""
+    """Writes `records.jsonl`, texts of random words for a trainer of TRL, and `tokenizer`, whose
+    tokens are words.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     rng = np.random.default_rng(seed)
@@ -83,21 +89,34 @@ def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> Non
         return " ".join(map(str, rng.integers(1, end, rng.integers(3, 12))))
 
     answers = ("chosen", "rejected") if trainer == "DPOTrainer" else ("completion",)
-    records = [{"prompt": words() + " ", **{name: words() for name in answers}} for _ in range(num_records)]
+    records = [
+        {"prompt": words() + " ", **{name: words() for name in answers}} for _ in range(num_records)
+    ]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **{str(word): word for word in range(1, end)}, "<end>": end}))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<pad>": 0, **{str(word): word for word in range(1, end)}, "<end>": end})
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<pad>", "<end>"])  # TRL appends its text to an answer
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<end>",
+        "pad_token": "<pad>",
+    }
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 _SMALL = {
-    "base_emb_dim": "64", "base_num_query_heads": "4", "base_num_kv_heads": "2", "head_dim": "16",
-    "base_mlp_dim": "128", "base_num_decoder_layers": "2", "vocab_size": str(VOCABULARY),
-}  # fmt: skip
+    "base_emb_dim": "64",
+    "base_num_query_heads": "4",
+    "base_num_kv_heads": "2",
+    "head_dim": "16",
+    "base_mlp_dim": "128",
+    "base_num_decoder_layers": "2",
+    "vocab_size": str(VOCABULARY),
+}
 
 
 def _maxtext(title: str, decoder_block: str, *settings: str, **case: object) -> Case:
@@ -108,66 +127,130 @@ def _maxtext(title: str, decoder_block: str, *settings: str, **case: object) -> 
 
 
 def _trl(title: str, trainer: str, **arguments: object) -> Case:
-    case = {name: arguments.pop(name) for name in list(arguments) if name in Case.__dataclass_fields__}
+    case = {
+        name: arguments.pop(name) for name in list(arguments) if name in Case.__dataclass_fields__
+    }
     defaults = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, **arguments}
     settings = {name: json.dumps(value) for name, value in defaults.items()}
     return Case("trl", title, settings, trainer=trainer, **case)  # type: ignore[arg-type]
 
 
 _EXPERTS = (
-    "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "megablox=false", "sparse_matmul=false",
-)  # fmt: skip
-_BALANCED = (*_EXPERTS, "load_balance_loss_weight=0.01", "gradient_accumulation_steps=2", "per_device_batch_size=2")
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=128",
+    "megablox=false",
+    "sparse_matmul=false",
+)
+_BALANCED = (
+    *_EXPERTS,
+    "load_balance_loss_weight=0.01",
+    "gradient_accumulation_steps=2",
+    "per_device_batch_size=2",
+)
 _DEEPSEEK = (
-    *_EXPERTS, "attention_type=mla", "base_num_kv_heads=4", "first_num_dense_layers=1", "shared_experts=1",
-    "q_lora_rank=16", "kv_lora_rank=16", "qk_nope_head_dim=16", "qk_rope_head_dim=8", "v_head_dim=16",
-    "routed_score_func=softmax", "rope_type=yarn", "original_max_position_embeddings=8",
-)  # fmt: skip
+    *_EXPERTS,
+    "attention_type=mla",
+    "base_num_kv_heads=4",
+    "first_num_dense_layers=1",
+    "shared_experts=1",
+    "q_lora_rank=16",
+    "kv_lora_rank=16",
+    "qk_nope_head_dim=16",
+    "qk_rope_head_dim=8",
+    "v_head_dim=16",
+    "routed_score_func=softmax",
+    "rope_type=yarn",
+    "original_max_position_embeddings=8",
+)
 CASES = {
     "maxtext_llama2": _maxtext("llama2, cosine, unequal tokens", "llama2", checked=True),
-    "maxtext_mixtral": _maxtext("mixtral, balance loss, 2 passes", "mixtral", *_BALANCED, rows="full", checked=True),
+    "maxtext_mixtral": _maxtext(
+        "mixtral, balance loss, 2 passes", "mixtral", *_BALANCED, rows="full", checked=True
+    ),
     "trainer_linear": _trl(
-        "`Trainer`, linear, warm-up, decay", "Trainer", warmup_steps=3, weight_decay=0.1, rows="full", checked=True
+        "`Trainer`, linear, warm-up, decay",
+        "Trainer",
+        warmup_steps=3,
+        weight_decay=0.1,
+        rows="full",
+        checked=True,
     ),
     "trl_dpo": _trl("`DPOTrainer`", "DPOTrainer", learning_rate=1e-3, max_length=32, checked=True),
     "trainer_cosine": _trl(
-        "`Trainer`, `cosine`, masked labels", "Trainer", lr_scheduler_type="cosine", warmup_steps=3, rows="masked"
+        "`Trainer`, `cosine`, masked labels",
+        "Trainer",
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        rows="masked",
     ),
     "trainer_constant": _trl(
-        "`Trainer`, `constant_with_warmup`, 2 passes of padded rows", "Trainer", rows="padded",
-        lr_scheduler_type="constant_with_warmup", warmup_steps=3, weight_decay=0.1, per_device_train_batch_size=2,
+        "`Trainer`, `constant_with_warmup`, 2 passes of padded rows",
+        "Trainer",
+        rows="padded",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=3,
+        weight_decay=0.1,
+        per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
     ),
     "trainer_epochs": _trl(
-        "`Trainer`, 3 epochs of 26 rows in batches of 4", "Trainer", rows="full", num_train_epochs=3, num_rows=26,
-        differs="`num_train_epochs`: the last batch of an epoch has the 2 rows that are left; here batches go on into "
-        "the next epoch",
+        "`Trainer`, 3 epochs of 26 rows in batches of 4",
+        "Trainer",
+        rows="full",
+        num_train_epochs=3,
+        num_rows=26,
+        differs="`num_train_epochs`: the last batch of an epoch has the 2 rows that are left; here "
+        "batches go on into the next epoch",
     ),
     "trl_sft": _trl(
-        "`SFTTrainer`, completions alone", "SFTTrainer", learning_rate=1e-3, max_length=32, packing=False,
+        "`SFTTrainer`, completions alone",
+        "SFTTrainer",
+        learning_rate=1e-3,
+        max_length=32,
+        packing=False,
         completion_only_loss=True,
     ),
     "maxtext_mixtral_masked": _maxtext(
-        "mixtral, balance loss, 2 passes of unequal tokens", "mixtral", *_BALANCED, rows="masked",
-        differs="`gradient_accumulation_steps`: a pass's balance loss is weighted by its trained tokens",
+        "mixtral, balance loss, 2 passes of unequal tokens",
+        "mixtral",
+        *_BALANCED,
+        rows="masked",
+        differs="`gradient_accumulation_steps`: a pass's balance loss is weighted by its trained "
+        "tokens",
     ),
     "maxtext_taken_over": _maxtext(
-        "llama2, taken over after 11 of 20 updates", "llama2", "checkpoint_period=10", taken_over=11,
+        "llama2, taken over after 11 of 20 updates",
+        "llama2",
+        "checkpoint_period=10",
+        taken_over=11,
     ),
     "maxtext_llama2_wsd": _maxtext(
-        "llama2, layers not scanned, wsd of odd lengths, `learning_rate_schedule_steps`, 2 passes of unequal tokens",
-        "llama2", "scan_layers=false", "lr_schedule_type=wsd", "warmup_steps_fraction=0.13",
-        "wsd_decay_steps_fraction=0.37", "learning_rate_schedule_steps=17", "gradient_accumulation_steps=2",
+        "llama2, layers not scanned, wsd of odd lengths, `learning_rate_schedule_steps`, 2 passes "
+        "of unequal tokens",
+        "llama2",
+        "scan_layers=false",
+        "lr_schedule_type=wsd",
+        "warmup_steps_fraction=0.13",
+        "wsd_decay_steps_fraction=0.37",
+        "learning_rate_schedule_steps=17",
+        "gradient_accumulation_steps=2",
         "per_device_batch_size=2",
     ),
     "maxtext_llama2_packed": _maxtext("llama2, packed rows", "llama2", rows="packed"),
     "maxtext_llama2_muon": _maxtext("llama2, `opt_type=muon`", "llama2", "opt_type=muon"),
-    "maxtext_llama2_adam_pax": _maxtext("llama2, `opt_type=adam_pax`", "llama2", "opt_type=adam_pax"),
+    "maxtext_llama2_adam_pax": _maxtext(
+        "llama2, `opt_type=adam_pax`", "llama2", "opt_type=adam_pax"
+    ),
     "maxtext_llama2_sgd": _maxtext("llama2, `opt_type=sgd`", "llama2", "opt_type=sgd"),
     "maxtext_qwen3": _maxtext("qwen3", "qwen3", "use_qk_norm=true"),
     "maxtext_deepseek": _maxtext("deepseek", "deepseek", *_DEEPSEEK),
     "maxtext_gemma3": _maxtext(
-        "gemma3", "gemma3", "model_name=gemma3-4b", "base_num_decoder_layers=6", "sliding_window_size=8",
+        "gemma3",
+        "gemma3",
+        "model_name=gemma3-4b",
+        "base_num_decoder_layers=6",
+        "sliding_window_size=8",
         differs="`decoder_block`: the embedding holds √base_emb_dim times ours, and norms 1 + ours",
     ),
-}  # fmt: skip
+}

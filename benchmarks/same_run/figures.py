@@ -1,4 +1,6 @@
-"""What two runs of the same training have in common: figures per update, and what the updates changed."""
+"""What two runs of the same training have in common: figures per update, and what the updates
+changed.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +60,26 @@ class Differences:
 
     def beyond(self, tolerances: Tolerances) -> list[str]:
         """Returns the names of the figures that are larger than their tolerance."""
-        return [name for name in vars(tolerances) if not getattr(self, name) <= getattr(tolerances, name)]
+        return [
+            name
+            for name in vars(tolerances)
+            if not getattr(self, name) <= getattr(tolerances, name)
+        ]
 
 
 def differences(
-    ours: Sequence[Update], theirs: Sequence[Update], start: Arrays, our_end: Arrays, their_end: Arrays,
+    ours: Sequence[Update],
+    theirs: Sequence[Update],
+    start: Arrays,
+    our_end: Arrays,
+    their_end: Arrays,
     squares: Arrays | None,
-) -> Differences:  # fmt: skip
+) -> Differences:
     """Compares two runs, and their updates as far as both go.
 
     Args:
-      squares: Adam's second moments of their run; where their root is within rounding of zero, an entry is left out.
+      squares: Adam's second moments of their run; where their root is within rounding of zero, an
+        entry is left out.
     """
     peak = max(update.rate for update in theirs)
     arrays, left_out = {}, 0
@@ -84,7 +95,9 @@ def differences(
         arrays[name] = difference / changed if changed else (np.inf if difference else 0.0)
     return Differences(
         max(abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, theirs, strict=False)),
-        max(abs(a.grad_norm - b.grad_norm) / b.grad_norm for a, b in zip(ours, theirs, strict=False)),
+        max(
+            abs(a.grad_norm - b.grad_norm) / b.grad_norm for a, b in zip(ours, theirs, strict=False)
+        ),
         max(abs(a.rate - b.rate) for a, b in zip(ours, theirs, strict=False)) / peak,
         arrays,
         left_out,

@@ -17,29 +17,51 @@ from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
 
 _PROGRAM = Path(__file__).with_name("maxtext_program.py")
 _MACHINE = {  # what keeps it on this machine and in float32
-    "run_name": "theirs", "hardware": "cpu", "skip_jax_distributed_system": "true", "override_model_config": "true",
-    "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product",
-    "dataset_type": "synthetic", "enable_checkpointing": "true", "async_checkpointing": "false",
+    "run_name": "theirs",
+    "hardware": "cpu",
+    "skip_jax_distributed_system": "true",
+    "override_model_config": "true",
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "true",
+    "async_checkpointing": "false",
     "checkpoint_period": "1000",
-}  # fmt: skip
+}
 
 
 def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) -> Pair:
-    """Runs MaxText on random rows, imports its command, and runs ours from MaxText's start on the same rows.
+    """Runs MaxText on random rows, imports its command, and runs ours from MaxText's start on the
+    same rows.
 
-    Our rows have one token more than MaxText's `max_target_length`: its rows are inputs and the targets that follow
-    them, ours are tokens. The last one is no input there, so here it has no segment.
+    Our rows have one token more than MaxText's `max_target_length`: its rows are inputs and the
+    targets that follow them, ours are tokens. The last one is no input there, so here it has no
+    segment.
     """
-    settings = {**_MACHINE, "steps": str(updates), "max_target_length": str(case.length), **case.settings}
+    settings = {
+        **_MACHINE,
+        "steps": str(updates),
+        "max_target_length": str(case.length),
+        **case.settings,
+    }
     texts = [f"{name}={value}" for name, value in settings.items()]
-    (folder / "maxtext.sh").write_text(shlex.join(["python3", "-m", "maxtext.trainers.pre_train.train", *texts]) + "\n")
+    (folder / "maxtext.sh").write_text(
+        shlex.join(["python3", "-m", "maxtext.trainers.pre_train.train", *texts]) + "\n"
+    )
     ours.import_config("maxtext", folder / "maxtext.sh", folder / "imported.yml")
 
-    batch = int(settings["per_device_batch_size"]) * int(settings.get("gradient_accumulation_steps", "1"))
+    batch = int(settings["per_device_batch_size"]) * int(
+        settings.get("gradient_accumulation_steps", "1")
+    )
     rows = make_rows(case.rows, batch * updates, case.length, seed)
     np.savez(folder / "rows.npz", **rows)
     places = [f"base_output_directory={folder}", f"metrics_file={folder}/theirs.jsonl"]
-    run([python, "-P", _PROGRAM, folder / "rows.npz", folder / "start", *texts, *places], folder / "maxtext.log")
+    run(
+        [python, "-P", _PROGRAM, folder / "rows.npz", folder / "start", *texts, *places],
+        folder / "maxtext.log",
+    )
 
     length = f"max_target_length={case.length + 1}"
     if case.taken_over:
@@ -69,4 +91,8 @@ def _as_ours(rows: Rows) -> Rows:
 
 
 def _update(line: dict[str, float]) -> Update:
-    return Update(line["learning/lm_loss"], line["learning/raw_grad_norm"], line["learning/current_learning_rate"])
+    return Update(
+        line["learning/lm_loss"],
+        line["learning/raw_grad_norm"],
+        line["learning/current_learning_rate"],
+    )

@@ -1,8 +1,9 @@
 """MaxText's own training on given rows: `python maxtext_program.py ROWS.npz START key=value ...`.
 
-ROWS holds tokens, segments and weights [N, L + 1] of N rows: L inputs and the L targets that follow them. START is a
-new folder for a checkpoint of the parameters before the first update. MaxText itself writes everything else: its
-metrics (`metrics_file`) and its checkpoints. Runs in MaxText's environment, which has no maxbatch.
+ROWS holds tokens, segments and weights [N, L + 1] of N rows: L inputs and the L targets that follow
+them. START is a new folder for a checkpoint of the parameters before the first update. MaxText
+itself writes everything else: its metrics (`metrics_file`) and its checkpoints. Runs in MaxText's
+environment, which has no maxbatch.
 """
 
 import os
@@ -32,7 +33,9 @@ class GivenRows:
 
     def __next__(self):
         batch = slice(self.next_row, self.next_row + self.batch_size)
-        tokens, segments, weights = (rows[name][batch] for name in ("tokens", "segments", "weights"))
+        tokens, segments, weights = (
+            rows[name][batch] for name in ("tokens", "segments", "weights")
+        )
         if len(tokens) < self.batch_size:
             raise StopIteration
         self.next_row = batch.stop
@@ -61,7 +64,9 @@ def keep_start(*arguments, **keywords):
     params = nnx.state(made[-1].model, nnx.Param).to_pure_dict()
     items = ocp.args.PyTreeSave({"params": {"params": params}})
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(os.path.join(os.path.abspath(start), "0"), args=ocp.args.Composite(items=items))
+        checkpointer.save(
+            os.path.join(os.path.abspath(start), "0"), args=ocp.args.Composite(items=items)
+        )
     return made
 
 

@@ -1,4 +1,6 @@
-"""Our side: another program's config as `maxbatch import` converts it, trained on given rows from a given start."""
+"""Our side: another program's config as `maxbatch import` converts it, trained on given rows from a
+given start.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,22 @@ def import_config(form: str, file: Path, output: Path) -> None:
     command = [sys.executable, "-m", "maxbatch", "import", form, str(file), "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BenchmarkError(f"maxbatch import {form} ended with {done.returncode}: {done.stderr.strip()}")
+        raise BenchmarkError(
+            f"maxbatch import {form} ended with {done.returncode}: {done.stderr.strip()}"
+        )
 
 
 def train(imported: Path, run_dir: Path, rows: Rows | None, overrides: Sequence[str]) -> Trained:
     """Trains what an import wrote, on given rows or on its own data."""
     keys = [f"run_dir={run_dir}", "enable_checkpointing=true", "log_period=1000", *overrides]
     config = maxbatch.load_config(str(imported), overrides=keys)
-    stream = rows and [{name: array[row] for name, array in rows.items()} for row in range(len(rows["tokens"]))]
+    stream = rows and [
+        {name: array[row] for name, array in rows.items()} for row in range(len(rows["tokens"]))
+    ]
     outcome = maxbatch.train(config, stream=stream, devices=jax.devices()[:1])
-    updates = [Update(line["loss"], line["grad_norm"], line["learning_rate"]) for line in outcome.history]
+    updates = [
+        Update(line["loss"], line["grad_norm"], line["learning_rate"]) for line in outcome.history
+    ]
     return Trained(config, updates, f"{run_dir}/checkpoints/{outcome.position.step}")
 
 
@@ -57,7 +65,10 @@ def abstract(config: Config) -> TrainState:
 
 def arrays_of(params: State) -> dict[str, np.ndarray]:
     """Returns parameters by their names."""
-    return {".".join(parameter_path(keys)): np.asarray(value) for keys, value in jax.tree.leaves_with_path(params)}
+    return {
+        ".".join(parameter_path(keys)): np.asarray(value)
+        for keys, value in jax.tree.leaves_with_path(params)
+    }
 
 
 def written_updates(file: Path) -> list[Update]:

@@ -15,11 +15,16 @@ from benchmarks.same_run.run_pair import Pair
 
 FOLDER = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "import.md"
-BEGIN, END = "<!-- table: python -m benchmarks.same_run --table -->\n", "<!-- end of the table -->\n"
+BEGIN, END = (
+    "<!-- table: python -m benchmarks.same_run --table -->\n",
+    "<!-- end of the table -->\n",
+)
 TOLERANCES = Tolerances()
 
 
-def write(name: str, pair: Pair, found: Differences, versions: Mapping[str, str], seed: int) -> None:
+def write(
+    name: str, pair: Pair, found: Differences, versions: Mapping[str, str], seed: int
+) -> None:
     """Writes the result of a comparison."""
     result = {
         "date": date.today().isoformat(),
@@ -30,11 +35,19 @@ def write(name: str, pair: Pair, found: Differences, versions: Mapping[str, str]
         "left_out": found.left_out,
         "arrays": {array: _short(ratio) for array, ratio in found.arrays.items()},
         "updates": [
-            {figure: [getattr(ours, figure, None), getattr(theirs, figure, None)] for figure in Update._fields}
+            {
+                figure: [getattr(ours, figure, None), getattr(theirs, figure, None)]
+                for figure in Update._fields
+            }
             for ours, theirs in zip_longest(pair.ours, pair.theirs)
         ],
     }
-    lines = json.dumps(result, indent=1).replace("[\n   ", "[").replace(",\n    ", ", ").replace("\n   ]", "]")
+    lines = (
+        json.dumps(result, indent=1)
+        .replace("[\n   ", "[")
+        .replace(",\n    ", ", ")
+        .replace("\n   ]", "]")
+    )
     (FOLDER / f"{name}.json").write_text(lines + "\n")
 
 
@@ -49,7 +62,11 @@ def table() -> str:
     lines = [
         "| program | run | loss | gradient norm | rate | arrays | |",
         "|---|---|---|---|---|---|---|",
-        *(_line(case, load(name)) for name, case in CASES.items() if (FOLDER / f"{name}.json").exists()),
+        *(
+            _line(case, load(name))
+            for name, case in CASES.items()
+            if (FOLDER / f"{name}.json").exists()
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -65,7 +82,10 @@ def _line(case: Case, result: Mapping[str, Any]) -> str:
     figures = " | ".join(f"{result['differences'][each]:.0e}" for each in vars(TOLERANCES))
     left_out = f", {result['left_out']:,} entries left out" if result["left_out"] else ""
     verdict = case.differs or "the same"
-    return f"| {package} {result['versions'][package]} | {case.title} | {figures}{left_out} | {verdict} |"
+    return (
+        f"| {package} {result['versions'][package]} | {case.title} | {figures}{left_out} | "
+        f"{verdict} |"
+    )
 
 
 def _short(figure: float) -> float:

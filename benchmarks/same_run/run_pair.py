@@ -28,4 +28,6 @@ class Pair:
 
     @property
     def differences(self) -> Differences:
-        return differences(self.ours, self.theirs, self.start, self.our_end, self.their_end, self.squares)
+        return differences(
+            self.ours, self.theirs, self.start, self.our_end, self.their_end, self.squares
+        )

@@ -1,4 +1,6 @@
-"""The Trainer of transformers and the trainers of TRL, from the call of their config class, beside ours."""
+"""The Trainer of transformers and the trainers of TRL, from the call of their config class, beside
+ours.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,40 @@ from maxbatch.training.weights.parameters import open_parameters, open_source
 
 _PROGRAM = Path(__file__).with_name("trl_program.py")
 _MODEL = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": VOCABULARY - 1,
-}  # fmt: skip
-_CLASSES = {"Trainer": ("transformers", "TrainingArguments"), "SFTTrainer": ("trl", "SFTConfig")} | {
-    "DPOTrainer": ("trl", "DPOConfig")
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY - 1,
 }
+_CLASSES = {
+    "Trainer": ("transformers", "TrainingArguments"),
+    "SFTTrainer": ("trl", "SFTConfig"),
+} | {"DPOTrainer": ("trl", "DPOConfig")}
 
 
 def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) -> Pair:
-    """Runs a trainer of transformers or TRL, imports the call of its config, and runs ours from its start."""
+    """Runs a trainer of transformers or TRL, imports the call of its config, and runs ours from its
+    start.
+    """
     arguments = {name: json.loads(value) for name, value in case.settings.items()}
     if "num_train_epochs" not in arguments:
         arguments["max_steps"] = updates
     module, config_class = _CLASSES[case.trainer]
     call = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    (folder / "call.py").write_text(f"from {module} import {config_class}\n\nargs = {config_class}({call})\n")
+    (folder / "call.py").write_text(
+        f"from {module} import {config_class}\n\nargs = {config_class}({call})\n"
+    )
     ours.import_config("hf", folder / "call.py", folder / "imported.yml")
 
-    batch = arguments["per_device_train_batch_size"] * arguments.get("gradient_accumulation_steps", 1)
+    batch = arguments["per_device_train_batch_size"] * arguments.get(
+        "gradient_accumulation_steps", 1
+    )
     num_rows = case.num_rows or batch * updates
     keys = [f"load_parameters_path={folder}/start", "model_name=auto"]
     rows = None
@@ -45,9 +61,11 @@ def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) 
     else:
         make_records(case.trainer, num_rows, folder, seed)
         keys += [
-            f"dataset_path={folder}/records.jsonl", "tokenizer_type=huggingface", f"tokenizer_path={folder}/tokenizer",
+            f"dataset_path={folder}/records.jsonl",
+            "tokenizer_type=huggingface",
+            f"tokenizer_path={folder}/tokenizer",
             "enable_data_shuffling=false",
-        ]  # fmt: skip
+        ]
     job = {"trainer": case.trainer, "arguments": arguments, "model": _MODEL, "seed": seed}
     (folder / "job.json").write_text(json.dumps(job))
     run([python, "-P", _PROGRAM, folder / "job.json"], folder / "trl.log")
@@ -60,6 +78,11 @@ def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) 
         return ours.arrays_of(read(params))
 
     return Pair(
-        trained.updates, ours.written_updates(folder / "theirs.jsonl"), arrays_in("start"),
-        ours.end_of(trained, params), arrays_in("end"), arrays_in("squares"), [f"{config_class}({call})"],
-    )  # fmt: skip
+        trained.updates,
+        ours.written_updates(folder / "theirs.jsonl"),
+        arrays_in("start"),
+        ours.end_of(trained, params),
+        arrays_in("end"),
+        arrays_in("squares"),
+        [f"{config_class}({call})"],
+    )

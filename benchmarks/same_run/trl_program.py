@@ -1,8 +1,10 @@
-"""The Trainer of transformers and the trainers of TRL on given rows: `python trl_program.py JOB.json`.
+"""The Trainer of transformers and the trainers of TRL on given rows: `python trl_program.py
+JOB.json`.
 
-The job names the trainer, its arguments, the sizes of a LLaMA and the data. Its folder gets the model before and after
-the updates (`start`, `end`), Adam's second moments in the form of a model (`squares`), and `theirs.jsonl`, a line per
-update. Runs in an environment of the program's own, which has no maxbatch.
+The job names the trainer, its arguments, the sizes of a LLaMA and the data. Its folder gets the
+model before and after the updates (`start`, `end`), Adam's second moments in the form of a model
+(`squares`), and `theirs.jsonl`, a line per update. Runs in an environment of the program's own,
+which has no maxbatch.
 """
 
 import json
@@ -25,11 +27,18 @@ folder = Path(sys.argv[1]).parent
 torch.set_num_threads(1)
 torch.manual_seed(job["seed"])
 LlamaForCausalLM(LlamaConfig(**job["model"])).save_pretrained(folder / "start")
-model = LlamaForCausalLM.from_pretrained(folder / "start")  # TRL reads its reference from the same path
+# TRL reads its reference from the same path
+model = LlamaForCausalLM.from_pretrained(folder / "start")
 MACHINE = {
-    "output_dir": str(folder / "output"), "train_sampling_strategy": "sequential", "logging_steps": 1,
-    "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": job["seed"],
-}  # fmt: skip
+    "output_dir": str(folder / "output"),
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": job["seed"],
+}
 
 
 class Figures(TrainerCallback):
@@ -40,7 +49,11 @@ class Figures(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **others):
         if "grad_norm" in logs:
-            line = {"loss": logs["loss"], "grad_norm": logs["grad_norm"], "rate": logs["learning_rate"]}
+            line = {
+                "loss": logs["loss"],
+                "grad_norm": logs["grad_norm"],
+                "rate": logs["learning_rate"],
+            }
             self.file.write(json.dumps(line) + "\n")
 
 
@@ -50,7 +63,10 @@ def rows():
     labels = np.where(arrays["weights"] > 0, arrays["tokens"], -100)
     mask = arrays["segments"] > 0
     columns = {"input_ids": arrays["tokens"], "labels": labels, "attention_mask": mask}
-    return [{name: array[row].astype(int) for name, array in columns.items()} for row in range(len(mask))]
+    return [
+        {name: array[row].astype(int) for name, array in columns.items()}
+        for row in range(len(mask))
+    ]
 
 
 def records():
@@ -64,12 +80,19 @@ def records():
 
 def trainer_of(arguments):
     if job["trainer"] == "Trainer":
-        return Trainer(model, TrainingArguments(**arguments), train_dataset=rows(), data_collator=default_data_collator)
+        return Trainer(
+            model,
+            TrainingArguments(**arguments),
+            train_dataset=rows(),
+            data_collator=default_data_collator,
+        )
     import trl
 
     data, tokenizer = records()
     config = getattr(trl, job["trainer"].replace("Trainer", "Config"))(**arguments)
-    return getattr(trl, job["trainer"])(model, args=config, train_dataset=data, processing_class=tokenizer)
+    return getattr(trl, job["trainer"])(
+        model, args=config, train_dataset=data, processing_class=tokenizer
+    )
 
 
 trainer = trainer_of({**MACHINE, **job["arguments"]})

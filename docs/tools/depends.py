@@ -24,8 +24,13 @@ def resumed(key: Key) -> str:
     """Returns the effect of a resume with another value of a key."""
     what = key.changes
     if key.name in ("load_parameters_path", "load_full_state_path"):
-        return f"changes {what}; refused if the run reads its starting point again and finds other content"
-    if key.fixes & _PINNED & ~_ANYWHERE or (key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what):
+        return (
+            f"changes {what}; refused if the run reads its starting point again and finds other "
+            "content"
+        )
+    if key.fixes & _PINNED & ~_ANYWHERE or (
+        key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what
+    ):
         return "refused"
     if key.fixes & _ANYWHERE and not what:
         return "refused if the content differs"
@@ -38,7 +43,10 @@ def table() -> str:
     for key in KEYS.values():
         groups[_HOSTS[key.shared], resumed(key)].append(key.name)
     lines = ["| keys | hosts must share | a resume with another value |\n", "|---|---|---|\n"]
-    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {a} | {b} |\n" for (a, b), names in groups.items()]
+    lines += [
+        f"| {', '.join(f'`{name}`' for name in names)} | {a} | {b} |\n"
+        for (a, b), names in groups.items()
+    ]
     return "".join(lines)
 
 

@@ -1,7 +1,8 @@
 """The reference pages of the site, made from the source at build time: a hook of mkdocs.
 
-Config keys come from the typed sections of config/sections.py, metrics from runs/metrics_schema.py, flags from the
-parsers, exit codes from system/errors.py, and the names of the Python page from `maxbatch.__all__`.
+Config keys come from the typed sections of config/sections.py, metrics from runs/metrics_schema.py,
+flags from the parsers, exit codes from system/errors.py, and the names of the Python page from
+`maxbatch.__all__`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Returns a Markdown table."""
     lines = [list(heads), *map(list, rows)]
     lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 def key_facts() -> list[dict[str, Any]]:
@@ -42,15 +45,22 @@ def key_facts() -> list[dict[str, Any]]:
 def keys_page() -> str:
     """Returns the page of config keys: a table for each section."""
     summary = "Every key with its default, its unit or rule, and MaxText's name for it."
-    page = [f"# Config keys\n\n{summary} `maxbatch config KEY` prints the same and where a value comes from.\n"]
+    page = [
+        f"# Config keys\n\n{summary} `maxbatch config KEY` prints the same and where a value "
+        "comes from.\n"
+    ]
     heads = ("key", "default", "rule", "meaning", "in MaxText")
     for section, facts in itertools.groupby(key_facts(), lambda of_key: of_key["section"]):
-        page.append(f"\n## {section[:1].upper()}{section[1:]}\n\n{table(heads, map(_key_row, facts))}")
+        page.append(
+            f"\n## {section[:1].upper()}{section[1:]}\n\n{table(heads, map(_key_row, facts))}"
+        )
     return "".join(page)
 
 
 def _key_row(facts: dict[str, Any]) -> tuple[str, ...]:
-    rule = " or ".join(filter(None, (facts["rule"] or facts["type"], "null" if facts["nullable"] else "")))
+    rule = " or ".join(
+        filter(None, (facts["rule"] or facts["type"], "null" if facts["nullable"] else ""))
+    )
     named = {facts["key"]: "the same", None: "—"}.get(facts["maxtext"], f"`{facts['maxtext']}`")
     default = f"`{facts['default']}`" if facts["default"] else "empty"
     return f"`{facts['key']}`", default, rule, _plain(facts["comment"]), named
@@ -75,7 +85,10 @@ def commands_page() -> str:
     """Returns the page of commands: the help of each."""
     page = ["# Commands and flags\n\nThe output of `maxbatch COMMAND --help`.\n"]
     for name, command in COMMANDS.items():
-        page.append(f"\n## {name}\n\n{command.summary}\n\n```text\n{make_parser(name).format_help().strip()}\n```\n")
+        page.append(
+            "\n## "
+            f"{name}\n\n{command.summary}\n\n```text\n{make_parser(name).format_help().strip()}\n```\n"
+        )
     return "".join(page)
 
 
@@ -94,7 +107,9 @@ def exit_codes_page() -> str:
 
 
 def python_page() -> str:
-    """Returns the page of the Python API: the names that the package exports, from their docstrings."""
+    """Returns the page of the Python API: the names that the package exports, from their
+    docstrings.
+    """
     text = (inspect.getdoc(maxbatch) or "").replace("\n\n    ", "\n\n```python\n", 1)
     summary, _, rest = text.partition("```python\n")
     code, _, after = rest.partition("\n\nImporting")

@@ -1,4 +1,6 @@
-"""Levanter's `Trainer`: `train_step` on a tiny LLaMA, with `per_device_parallelism` as the rows of a pass."""
+"""Levanter's `Trainer`: `train_step` on a tiny LLaMA, with `per_device_parallelism` as the rows of
+a pass.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ class Loop:
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, float]]:
         """Takes one update."""
         rows, position = hax.Axis("batch", len(batch["tokens"])), hax.Axis("position", LENGTH)
-        # Levanter's weight of a token is that of the prediction made there, one place before its target.
+        # Levanter's weight of a token is that of the prediction made there, one place before its
+        # target.
         weights = np.pad(batch["weights"][:, 1:], ((0, 0), (0, 1)))
         with trainer_of(rows.size, self.rows_per_pass) as trainer:
             example = LmExample(
@@ -84,7 +87,8 @@ class Loop:
                 loss_weight=hax.named(jnp.asarray(weights), (rows, position)),
                 attn_mask=AttentionMask.causal(),
             )
-            info = trainer.train_step(jax.tree.map(jnp.copy, state), example)  # the step donates its state
+            # the step donates its state
+            info = trainer.train_step(jax.tree.map(jnp.copy, state), example)
         return info.state, {"loss": float(info.loss)}
 
     def params(self, state: Any) -> dict[str, np.ndarray]:

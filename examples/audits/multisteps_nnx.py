@@ -1,4 +1,6 @@
-"""A Flax NNX model with `nnx.Optimizer` around `optax.MultiSteps`, the way that Optax and Flax document."""
+"""A Flax NNX model with `nnx.Optimizer` around `optax.MultiSteps`, the way that Optax and Flax
+document.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ class Bigrams(nnx.Module):
 
 
 @nnx.jit
-def micro_step(model: Bigrams, optimizer: nnx.Optimizer, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the mean loss of the trained tokens of a micro-batch, and gives its gradient to MultiSteps."""
+def micro_step(
+    model: Bigrams, optimizer: nnx.Optimizer, tokens: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Returns the mean loss of the trained tokens of a micro-batch, and gives its gradient to
+    MultiSteps.
+    """
 
     def mean_loss(model: Bigrams) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            model(tokens[:, :-1]), tokens[:, 1:]
+        )
         return jnp.sum(losses * weights[:, 1:]) / jnp.maximum(jnp.sum(weights[:, 1:]), 1)
 
     loss, gradient = nnx.value_and_grad(mean_loss)(model)
@@ -58,17 +66,25 @@ class Loop:
     def init(self) -> Any:
         """Returns a new model and its optimizer."""
         model = Bigrams(rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, multi_steps(self.layout.gradient_accumulation_steps), wrt=nnx.Param)
+        return model, nnx.Optimizer(
+            model, multi_steps(self.layout.gradient_accumulation_steps), wrt=nnx.Param
+        )
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
         """Takes the micro-steps of one update; the loss is the mean of theirs."""
         model, optimizer = state
-        optimizer.tx = multi_steps(self.layout.gradient_accumulation_steps)  # a resume may have another layout
+        # a resume may have another layout
+        optimizer.tx = multi_steps(self.layout.gradient_accumulation_steps)
         losses = []
         for start in range(0, len(batch["tokens"]), self.layout.rows_per_pass):
             rows = slice(start, start + self.layout.rows_per_pass)
             losses.append(
-                micro_step(model, optimizer, jnp.asarray(batch["tokens"][rows]), jnp.asarray(batch["weights"][rows]))
+                micro_step(
+                    model,
+                    optimizer,
+                    jnp.asarray(batch["tokens"][rows]),
+                    jnp.asarray(batch["weights"][rows]),
+                )
             )
         return state, {"loss": np.mean(losses)}
 

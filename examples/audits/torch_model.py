@@ -1,4 +1,6 @@
-"""A tiny LLaMA of transformers, and the run of one update that every trainer of its family takes."""
+"""A tiny LLaMA of transformers, and the run of one update that every trainer of its family
+takes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ import maxbatch
 
 torch.set_num_threads(1)  # of a model this small; more threads wait for each other
 CONFIG = LlamaConfig(
-    vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, use_cache=False
+    vocab_size=16,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    use_cache=False,
 )
 ARGUMENTS = {
     "output_dir": tempfile.gettempdir(),
     "max_steps": 1,
-    "train_sampling_strategy": "sequential",  # so that a pass holds the rows that its layout gives it
+    # so that a pass holds the rows that its layout gives it
+    "train_sampling_strategy": "sequential",
     "lr_scheduler_type": "constant",
     "logging_strategy": "no",
     "save_strategy": "no",
@@ -51,7 +59,8 @@ class Loop:
     def __init__(self, layout: maxbatch.Layout, trainer_of: Trains) -> None:
         if layout.num_devices > 1:
             raise ValueError("this adapter has one device")
-        gc.freeze()  # every `train()` collects garbage: not that of the modules, which takes a second
+        # every `train()` collects garbage: not that of the modules, which takes a second
+        gc.freeze()
         self.trainer_of = trainer_of
         self.arguments = ARGUMENTS | {
             "per_device_train_batch_size": layout.rows_per_pass,
@@ -72,7 +81,10 @@ class Loop:
 
     def params(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the parameters as NumPy arrays."""
-        return {name: parameter.detach().numpy().copy() for name, parameter in state[0].named_parameters()}
+        return {
+            name: parameter.detach().numpy().copy()
+            for name, parameter in state[0].named_parameters()
+        }
 
 
 def constant(optimizer: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The `Trainer` of transformers: `train()` for each update, with a dataset of the rows of the batch."""
+"""The `Trainer` of transformers: `train()` for each update, with a dataset of the rows of the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torch_model import Loop, constant
 
 
-def trainer_of(model: Any, optimizer: Any, batch: dict[str, np.ndarray], arguments: dict[str, Any]) -> Trainer:
+def trainer_of(
+    model: Any, optimizer: Any, batch: dict[str, np.ndarray], arguments: dict[str, Any]
+) -> Trainer:
     """Returns a trainer of one update on the rows of a batch."""
     labels = np.where(batch["weights"] > 0, batch["tokens"], -100)
     rows = [
-        {"input_ids": tokens.astype(int), "labels": of_row.astype(int), "attention_mask": np.ones_like(of_row, int)}
+        {
+            "input_ids": tokens.astype(int),
+            "labels": of_row.astype(int),
+            "attention_mask": np.ones_like(of_row, int),
+        }
         for tokens, of_row in zip(batch["tokens"], labels, strict=True)
     ]
     return Trainer(
@@ -37,7 +45,9 @@ def make(layout: maxbatch.Layout) -> Loop:
 
 
 def make_without_a_count(layout: maxbatch.Layout) -> Loop:
-    """Returns the trainer of a layout, with a model whose loss takes no number of items, as many of users' own."""
+    """Returns the trainer of a layout, with a model whose loss takes no number of items, as many of
+    users' own.
+    """
 
     def of_means(*arguments: Any) -> Trainer:
         trainer = trainer_of(*arguments)

@@ -20,19 +20,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torch_model import CONFIG, Loop, constant
 
 WORDS = Tokenizer(
-    WordLevel({str(token): token for token in range(CONFIG.vocab_size - 1)} | {".": CONFIG.vocab_size - 1})
+    WordLevel(
+        {str(token): token for token in range(CONFIG.vocab_size - 1)} | {".": CONFIG.vocab_size - 1}
+    )
 )
 WORDS.pre_tokenizer = Whitespace()
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=WORDS, pad_token="0", eos_token=".")
 
 
-def trainer_of(model: Any, optimizer: Any, batch: dict[str, np.ndarray], arguments: dict[str, Any]) -> SFTTrainer:
+def trainer_of(
+    model: Any, optimizer: Any, batch: dict[str, np.ndarray], arguments: dict[str, Any]
+) -> SFTTrainer:
     """Returns a trainer of one update on the rows of a batch."""
     labels = np.where(batch["weights"] > 0, batch["tokens"], -100)
     return SFTTrainer(
         model,
         SFTConfig(**arguments, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
-        train_dataset=Dataset.from_dict({"input_ids": batch["tokens"].tolist(), "labels": labels.tolist()}),
+        train_dataset=Dataset.from_dict(
+            {"input_ids": batch["tokens"].tolist(), "labels": labels.tolist()}
+        ),
         processing_class=TOKENIZER,
         optimizers=(optimizer, constant(optimizer)),
     )

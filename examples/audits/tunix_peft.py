@@ -1,4 +1,5 @@
-"""Tunix's `PeftTrainer` with its default loss: `train()` for each update, a micro-batch an example of its dataset.
+"""Tunix's `PeftTrainer` with its default loss: `train()` for each update, a micro-batch an example
+of its dataset.
 
 It logs a loss one update late; the audit judges its parameters alone.
 """
@@ -28,7 +29,9 @@ class Bigrams(nnx.Module):
         self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.out = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any) -> tuple[jax.Array, None]:
+    def __call__(
+        self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any
+    ) -> tuple[jax.Array, None]:
         """Returns logits [M, L, V], and no cache."""
         return self.out(nnx.gelu(self.table(tokens))), None
 
@@ -48,7 +51,9 @@ def inputs_of(batch: dict[str, np.ndarray]) -> dict[str, Any]:
 def trainer_of(passes: int) -> PeftTrainer:
     """Returns a trainer of so many micro-batches an update, which keeps its compiled step."""
     config = TrainingConfig(eval_every_n_steps=10**6, gradient_accumulation_steps=passes)
-    trainer = PeftTrainer(Bigrams(rngs=nnx.Rngs(0)), optax.adamw(1e-2), config, metrics_logger=Silent())
+    trainer = PeftTrainer(
+        Bigrams(rngs=nnx.Rngs(0)), optax.adamw(1e-2), config, metrics_logger=Silent()
+    )
     trainer.is_managed_externally = True  # so that a further call of train() goes on
     return trainer.with_gen_model_input_fn(inputs_of)
 
@@ -67,7 +72,9 @@ class Silent(MetricsLogger):
 
 
 class Loop:
-    """The trainer of one layout, on one device; the state is that of its model and its optimizer."""
+    """The trainer of one layout, on one device; the state is that of its model and its
+    optimizer.
+    """
 
     def __init__(self, layout: maxbatch.Layout) -> None:
         if layout.num_devices > 1:
@@ -83,11 +90,16 @@ class Loop:
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, None]:
         """Takes one update."""
-        for of_trainer, value in zip((self.trainer.model, self.trainer.optimizer), state, strict=True):
+        for of_trainer, value in zip(
+            (self.trainer.model, self.trainer.optimizer), state, strict=True
+        ):
             nnx.update(of_trainer, jax.tree.map(jnp.asarray, value))
         starts = range(0, len(batch["tokens"]), self.rows_per_pass)
         self.trainer.train(
-            [{name: x[start : start + self.rows_per_pass] for name, x in batch.items()} for start in starts],
+            [
+                {name: x[start : start + self.rows_per_pass] for name, x in batch.items()}
+                for start in starts
+            ],
             cache_nnx_graph=False,
         )
         return self._copied((self.trainer.model, self.trainer.optimizer)), None

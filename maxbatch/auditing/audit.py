@@ -1,4 +1,6 @@
-"""The audit: a verdict on every promise, with the smallest counterexample and the cause of a broken one."""
+"""The audit: a verdict on every promise, with the smallest counterexample and the cause of a broken
+one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ class Case:
         saved = f", saved after {self.saved_after}" if self.saved_after else ""
         saved += ", resumed in a new process" * self.in_new_process
         tokens = " + ".join(map(str, self.trained_tokens))
-        return f"{_many(self.rows, 'row')}{padding}, {cut}, {_many(self.updates, 'update')}{saved}; tokens {tokens}"
+        return (
+            f"{_many(self.rows, 'row')}{padding}, {cut}, {_many(self.updates, 'update')}{saved}; "
+            f"tokens {tokens}"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,15 @@ class Verdict:
     promise: str  # a name of the table of promises
     sentence: str
     status: str  # "holds", "broken" or "not applicable"
-    reason: str = ""  # the reason if not applicable, the extent of a partial trial, or the exception that broke it
+    # the reason if not applicable, the extent of a partial trial, or the exception that broke it
+    reason: str = ""
     cause: str | None = None  # a name of the table of causes, if an experiment proves it
-    explanation: str = ""  # of a broken promise: the cause in words, or its effect if no cause is proved
-    array: str | None = None  # the parameter that differs most; None: only the reported loss differs
-    by: float | None = None  # its difference, relative to the movement of the parameters; None: not a number
+    # of a broken promise: the cause in words, or its effect if no cause is proved
+    explanation: str = ""
+    # the parameter that differs most; None: only the reported loss differs
+    array: str | None = None
+    # its difference, relative to the movement of the parameters; None: not a number
+    by: float | None = None
     loss_by: float | None = None  # the relative difference of the reported loss; 0: none
     terms: tuple[str, ...] = ()  # reported scalars beside the loss that change with it
     case: Case | None = None
@@ -65,9 +74,11 @@ class Audit:
 
     Attributes:
       verdicts: in the order of the table of promises.
-      spread: of the parameters over permutations of the same rows, relative to their movement (median of the arrays).
+      spread: of the parameters over permutations of the same rows, relative to their movement
+        (median of the arrays).
       tolerance: the largest difference allowed of parameters: 10 spreads plus 1e-5.
-      loss_spread, loss_tolerance: the same for the reported loss, relative to it; None if none is reported.
+      loss_spread, loss_tolerance: the same for the reported loss, relative to it; None if none is
+        reported.
       nan: the effect of a weight that is NaN; no promise covers it.
     """
 
@@ -106,7 +117,10 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns the broken promises, a line each."""
-        found = [f"{each.promise}: {each.explanation}; smallest case: {each.case}" for each in self.broken]
+        found = [
+            f"{each.promise}: {each.explanation}; smallest case: {each.case}"
+            for each in self.broken
+        ]
         return "\n".join(found) or "no promise is broken"
 
 
@@ -119,21 +133,24 @@ def audit(
     seed: int = 0,
     import_make: ImportMake | None = None,
 ) -> Audit:
-    """Runs a trainer on the same rows in different layouts, and judges whether its update depends on the layout.
+    """Runs a trainer on the same rows in different layouts, and judges whether its update depends
+    on the layout.
 
     Args:
-      make: is called with a `Layout` (`num_devices`, `gradient_accumulation_steps`, `rows_per_pass`) and returns a
-        trainer: an object with `init()`, which returns a new state, `step(state, batch)`, which returns the state
-        after one update on the whole batch and a mapping of scalars ("loss" among them, or None), and
-        `params(state)`, which returns a mapping of names to NumPy arrays. It raises an exception for a layout that it
-        does not support. A batch is a dict of NumPy arrays, [B, L]: `tokens` (int32), `weights` (float32, of each token
-        as the one predicted) and `segments` (int32, 0 at padding).
+      make: is called with a `Layout` (`num_devices`, `gradient_accumulation_steps`,
+        `rows_per_pass`) and returns a trainer: an object with `init()`, which returns a new state,
+        `step(state, batch)`, which returns the state after one update on the whole batch and a
+        mapping of scalars ("loss" among them, or None), and `params(state)`, which returns a
+        mapping of names to NumPy arrays. It raises an exception for a layout that it does not
+        support. A batch is a dict of NumPy arrays, [B, L]: `tokens` (int32), `weights` (float32, of
+        each token as the one predicted) and `segments` (int32, 0 at padding).
       length: L, tokens of a row.
       vocab_size: V; the tokens are 1 to V - 1.
       updates: over which two runs are compared.
       seed: of the rows.
-      import_make: a picklable function that returns `make` in a new process, which resumes a saved state. None: the new
-        process imports `make` by its name; a `make` without one, such as a lambda, is resumed only in this process.
+      import_make: a picklable function that returns `make` in a new process, which resumes a saved
+        state. None: the new process imports `make` by its name; a `make` without one, such as a
+        lambda, is resumed only in this process.
 
     Returns:
       A verdict on every promise. `audit(make).holds` is what a test asserts.
@@ -141,16 +158,24 @@ def audit(
     Raises:
       ConfigError: the trainer cannot be used.
     """
-    for name, value in (("length", length), ("vocab_size", vocab_size), ("updates", updates), ("seed", seed)):
+    for name, value in (
+        ("length", length),
+        ("vocab_size", vocab_size),
+        ("updates", updates),
+        ("seed", seed),
+    ):
         if value < LEAST[name]:
-            raise ConfigError(f"{name}={value}: must be at least {LEAST[name]}; works: {name}={LEAST[name]}")
+            raise ConfigError(
+                f"{name}={value}: must be at least {LEAST[name]}; works: {name}={LEAST[name]}"
+            )
     subject = Subject(make)
     bench = Bench(subject, Data(length, vocab_size, updates, seed), import_make)
     found: list[tuple[Promise, Broken | None, str]] = []
     for promise in PROMISES:
         broken, reason = bench.first_broken(promise, promise.rows)
         found.append((promise, broken, reason))
-    if any(broken for _, broken, _ in found):  # a fault that appears only with these rows was rounding
+    # a fault that appears only with these rows was rounding
+    if any(broken for _, broken, _ in found):
         other = Bench(subject, Data(length, vocab_size, updates, seed + 1), import_make)
         found = [
             (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)
@@ -184,7 +209,13 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str | None) -
     weights = bench.data.batches(side.rows)[0]["weights"]
     tokens = tuple(int(weights[slice(*piece)].sum()) for piece in side.pieces)
     case = Case(
-        side.rows.rows_given, side.rows.padding, side.layout, gap.update, tokens, side.save_after, side.in_new_process
+        side.rows.rows_given,
+        side.rows.padding,
+        side.layout,
+        gap.update,
+        tokens,
+        side.save_after,
+        side.in_new_process,
     )
     by = gap.by if gap.array and np.isfinite(gap.by) and not broken.trial.must_differ else None
     return Verdict(
@@ -197,7 +228,9 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str | None) -
         array=gap.array,
         by=by,
         loss_by=gap.loss_by if np.isfinite(gap.loss_by) else None,
-        terms=() if broken.raised or broken.trial.must_differ else tuple(terms(bench, broken.trial)),
+        terms=()
+        if broken.raised or broken.trial.must_differ
+        else tuple(terms(bench, broken.trial)),
         case=case,
     )
 
@@ -210,10 +243,16 @@ def _effect(bench: Bench, promise: Promise, broken: Broken) -> str:
 
 
 def _nan(bench: Bench) -> str:
-    """Returns the effect of a NaN among the weights of the second update, in one pass and in one of two passes."""
+    """Returns the effect of a NaN among the weights of the second update, in one pass and in one of
+    two passes.
+    """
     rows = RowSpec(_ROWS, poisoned=True)
-    in_one, in_two = (_after_nan(bench, Side(layout, rows)) for layout in (whole(_ROWS), Layout(1, 2, _ROWS // 2)))
-    return in_one if in_one == in_two else f"{in_one} if the batch is one pass; {in_two} if it is two"
+    in_one, in_two = (
+        _after_nan(bench, Side(layout, rows)) for layout in (whole(_ROWS), Layout(1, 2, _ROWS // 2))
+    )
+    return (
+        in_one if in_one == in_two else f"{in_one} if the batch is one pass; {in_two} if it is two"
+    )
 
 
 def _after_nan(bench: Bench, side: Side) -> str:

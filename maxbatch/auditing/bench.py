@@ -46,16 +46,32 @@ class Bench:
         layout = whole(_ROWS)
         try:
             self.base = self.run(Side(layout, RowSpec(_ROWS)))
-            self.permuted = [self.run(Side(layout, RowSpec(_ROWS, order=order))) for order in _orders(data.seed, _ROWS)]
+            self.permuted = [
+                self.run(Side(layout, RowSpec(_ROWS, order=order)))
+                for order in _orders(data.seed, _ROWS)
+            ]
         except Refused as refused:
-            text = f"make: a batch of {_ROWS} rows, whole on one device, cannot be trained on ({refused})"
+            text = (
+                f"make: a batch of {_ROWS} rows, whole on one device, cannot be trained on "
+                f"({refused})"
+            )
             raise ConfigError(text) from refused
-        if not all(np.isfinite(array).all() for params in self.base.params for array in params.values()):
-            raise ConfigError(f"params: not finite within {data.updates} updates; a lower learning rate may work")
+        if not all(
+            np.isfinite(array).all() for params in self.base.params for array in params.values()
+        ):
+            raise ConfigError(
+                f"params: not finite within {data.updates} updates; a lower learning rate may work"
+            )
         if not np.isfinite(self.base.losses).all():
-            raise ConfigError(f"step: metrics['loss'] is not finite within {data.updates} updates of finite parameters")
+            raise ConfigError(
+                f"step: metrics['loss'] is not finite within {data.updates} updates of finite "
+                "parameters"
+            )
         if not compare.moved(self.base):
-            raise ConfigError(f"step: changed no parameter in {data.updates} updates; works: a learning rate above 0")
+            raise ConfigError(
+                f"step: changed no parameter in {data.updates} updates; works: a learning rate "
+                "above 0"
+            )
         self.tolerance, self.order_distance = compare.tolerance(self.base, self.permuted)
 
     def run(self, side: Side) -> Run:
@@ -82,7 +98,9 @@ class Bench:
         return resumed_elsewhere(subject, self._import_make, side.layout, batches, side.save_after)
 
     def first_broken(self, promise: Promise, num_rows: int) -> tuple[Broken | None, str]:
-        """Returns the first trial of B rows that breaks the promise, and the reason if no trial applies."""
+        """Returns the first trial of B rows that breaks the promise, and the reason if no trial
+        applies.
+        """
         refused, applies = "", False
         for trial in promise.trials(num_rows, self.data.updates):
             try:
@@ -115,7 +133,9 @@ class Bench:
         return broken
 
     def difference(self, trial: Comparison) -> Difference | None:
-        """Returns the difference of the two runs of a trial beyond rounding, or None; raises Refused."""
+        """Returns the difference of the two runs of a trial beyond rounding, or None; raises
+        Refused.
+        """
         first, second = self.run(trial.first), self.run(trial.second)
         found = compare.difference(first, second, self.tolerance)
         return found and compare.difference(first, second, self.tolerance_of(trial.first))
@@ -123,13 +143,17 @@ class Bench:
     def tolerance_of(self, side: Side) -> Tolerance:
         """Returns the tolerance for the rows of a run.
 
-        Which gradients are nearly zero depends on the rows, and Adam turns their rounding into steps.
+        Which gradients are nearly zero depends on the rows, and Adam turns their rounding into
+        steps.
         """
         rows = side.rows
         if self.order_distance or side.layout != whole(rows.rows_given):
             return self.tolerance
         order = rows.order or tuple(range(rows.num_rows))
-        orders = [tuple(order[place] for place in places) for places in _orders(self.data.seed, len(order))]
+        orders = [
+            tuple(order[place] for place in places)
+            for places in _orders(self.data.seed, len(order))
+        ]
         permuted = [self.run(side._replace(rows=rows._replace(order=order))) for order in orders]
         return self.tolerance.or_more(compare.tolerance(self.run(side), permuted)[0])
 
@@ -145,7 +169,9 @@ class Bench:
         return Difference(1, array, 0.0, 0.0) if params or loss else None
 
     def _raises(self, trial: Comparison, error: Refused) -> Broken | None:
-        """Returns a broken promise if the second run raises although rows of its shape have run in its layout."""
+        """Returns a broken promise if the second run raises although rows of its shape have run in
+        its layout.
+        """
         if not trial.same_shapes or isinstance(error, Unsaved):
             return None
         try:

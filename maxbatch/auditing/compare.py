@@ -1,9 +1,10 @@
 """The distance of two runs, and the distance that rounding alone explains.
 
-The distance of two arrays is the root mean square of the differences of their elements that moved, over the root mean
-square of the movement of all parameters. It is measured for each array and for each of its parts: the elements of one
-index, along every axis. Elements that differ between permutations of the same rows are noise and left out: Adam turns
-the rounding of a gradient that is exactly zero into a whole step.
+The distance of two arrays is the root mean square of the differences of their elements that moved,
+over the root mean square of the movement of all parameters. It is measured for each array and for
+each of its parts: the elements of one index, along every axis. Elements that differ between
+permutations of the same rows are noise and left out: Adam turns the rounding of a gradient that is
+exactly zero into a whole step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _MOST = 0.02  # a larger change is not rounding
 _NOISY = 1e-3  # of the movement: an element that changes more between permutations is noise
 _MOST_NOISY = 0.25  # of the elements that moved: the most that may be noise
 _LEAST_LOSS = 2e-6  # rounding of a float32 sum of some nats, however small the loss
-# The same for the first loss, where only the order of a sum differs; the second value for losses in bfloat16.
+# The same for the first loss, where only the order of a sum differs; the second value for losses in
+# bfloat16.
 _MOST_FIRST, _MOST_FIRST_COARSE = 2.0**-10, 2.0**-7
 _COARSE = 8  # bits of a number in bfloat16
 
@@ -30,7 +32,8 @@ _COARSE = 8  # bits of a number in bfloat16
 class Tolerance(NamedTuple):
     """The distance of two runs that rounding may cause."""
 
-    params: Mapping[str, list[np.ndarray]] = {}  # spread of an array and its parts over permutations, of the movement
+    # spread of an array and its parts over permutations, of the movement
+    params: Mapping[str, list[np.ndarray]] = {}
     noise: Mapping[str, np.ndarray] = {}  # bool: elements of an array that are not compared
     loss: float = 0.0  # spread, of the loss
 
@@ -42,7 +45,9 @@ class Tolerance(NamedTuple):
     def or_more(self, other: Tolerance) -> Tolerance:
         """Returns the elementwise maximum of two tolerances."""
         params = {
-            name: [np.maximum(*both) for both in zip(parts, other.params.get(name, parts), strict=True)]
+            name: [
+                np.maximum(*both) for both in zip(parts, other.params.get(name, parts), strict=True)
+            ]
             for name, parts in self.params.items()
         }
         noise = {name: mask | other.noise.get(name, mask) for name, mask in self.noise.items()}
@@ -64,10 +69,16 @@ class Difference(NamedTuple):
 
 
 def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
-    """Returns the spread over permutations of the same rows, and the distance that rounding does not explain, or 0."""
+    """Returns the spread over permutations of the same rows, and the distance that rounding does
+    not explain, or 0.
+    """
     noise = {name: _noise(base, permuted, name) for name in _of(base)}
-    spread = {name: _worst(_parts(base, run, t, name, noise[name]) for run in permuted for t in _updates(base))
-              for name in _of(base)}  # fmt: skip
+    spread = {
+        name: _worst(
+            _parts(base, run, t, name, noise[name]) for run in permuted for t in _updates(base)
+        )
+        for name in _of(base)
+    }
     pooled = max(_pooled(base, run, t) for run in permuted for t in _updates(base))
     gaps = [_loss_gaps(base, run) for run in permuted]
     loss = max((gap for of_run in gaps for gap in of_run), default=0.0)
@@ -88,23 +99,37 @@ def difference(base: Run, other: Run, within: Tolerance) -> Difference | None:
             noise = within.noise.get(name)
             parts, rounding = _parts(base, other, t, name, noise), _ulps(base, t, name, noise)
             spreads = within.params.get(name) or [np.zeros_like(part) for part in parts]
-            most = [LEAST + TIMES * spread + ulps for spread, ulps in zip(spreads, rounding, strict=True)]
+            most = [
+                LEAST + TIMES * spread + ulps
+                for spread, ulps in zip(spreads, rounding, strict=True)
+            ]
             if any(not (part <= limit).all() for part, limit in zip(parts, most, strict=True)):
                 gaps[t, name] = max(float(part.max()) for part in parts if part.size)
-    # A loss in bfloat16 may differ by its last bit, and a later loss by the rounding of the parameters before it.
+    # A loss in bfloat16 may differ by its last bit, and a later loss by the rounding of the
+    # parameters before it.
     of_loss = within.of_loss + (_MOST_FIRST_COARSE if is_coarse(base) and is_coarse(other) else 0.0)
     of_params = max(base.rounding.values())
-    losses = {t: gap for t, gap in enumerate(_loss_gaps(base, other), 1) if not gap <= of_loss + (t - 1) * of_params}
+    losses = {
+        t: gap
+        for t, gap in enumerate(_loss_gaps(base, other), 1)
+        if not gap <= of_loss + (t - 1) * of_params
+    }
     if not gaps and not losses:
         return None
     array = max(gaps, key=lambda place: gaps[place])[1] if gaps else None
     loss_by = max(losses.values(), default=0.0)
-    return Difference(min([t for t, _ in gaps] + [*losses]), array, max(gaps.values(), default=loss_by), loss_by)
+    return Difference(
+        min([t for t, _ in gaps] + [*losses]), array, max(gaps.values(), default=loss_by), loss_by
+    )
 
 
 def is_same(a: Run, b: Run) -> tuple[bool, bool]:
-    """Returns whether the parameters of two runs are equal, bit for bit, and whether their losses are."""
-    params = all(np.array_equal(a.params[-1][name], b.params[-1][name], equal_nan=True) for name in _of(a))
+    """Returns whether the parameters of two runs are equal, bit for bit, and whether their losses
+    are.
+    """
+    params = all(
+        np.array_equal(a.params[-1][name], b.params[-1][name], equal_nan=True) for name in _of(a)
+    )
     return params, bool(a.losses) and np.array_equal(a.losses, b.losses, equal_nan=True)
 
 
@@ -115,18 +140,26 @@ def moved(run: Run) -> bool:
 
 def starts_apart(a: Run, b: Run) -> str | None:
     """Returns an array that differs before the first update, or None."""
-    return next((name for name in _of(a) if not np.array_equal(a.params[0][name], b.params[0][name])), None)
+    return next(
+        (name for name in _of(a) if not np.array_equal(a.params[0][name], b.params[0][name])), None
+    )
 
 
-def apart(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], noise: Mapping[str, np.ndarray]) -> float:
-    """Returns the root mean square of the differences of two sets of parameters, without the elements of noise."""
+def apart(
+    a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], noise: Mapping[str, np.ndarray]
+) -> float:
+    """Returns the root mean square of the differences of two sets of parameters, without the
+    elements of noise.
+    """
     gaps = [(a[name] - b[name])[~noise[name] if name in noise else ...].ravel() for name in a]
     return float(np.sqrt(np.mean(np.concatenate(gaps) ** 2)))
 
 
 def has_nan(run: Run) -> bool:
     """Returns whether the first update gives NaN, in a parameter or in the loss."""
-    return any(np.isnan(array).any() for array in run.params[1].values()) or bool(np.isnan(run.losses[:1]).any())
+    return any(np.isnan(array).any() for array in run.params[1].values()) or bool(
+        np.isnan(run.losses[:1]).any()
+    )
 
 
 def is_coarse(run: Run) -> bool:
@@ -143,15 +176,21 @@ def _updates(run: Run) -> range:
 
 
 def _movement(run: Run, t: int) -> float:
-    """Returns the root mean square movement of the elements that moved; integers count only if all are integers."""
+    """Returns the root mean square movement of the elements that moved; integers count only if all
+    are integers.
+    """
     real = [name for name in _of(run) if run.rounding[name]]
-    steps = np.concatenate([(run.params[t][name] - run.params[0][name]).ravel() for name in real or _of(run)])
+    steps = np.concatenate(
+        [(run.params[t][name] - run.params[0][name]).ravel() for name in real or _of(run)]
+    )
     steps = steps[steps != 0]
     return float(np.sqrt(np.mean(steps**2))) if steps.size else 0.0
 
 
 def _gaps(a: Run, b: Run, t: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the differences of the elements after t updates, relative to the movement, and which elements moved."""
+    """Returns the differences of the elements after t updates, relative to the movement, and which
+    elements moved.
+    """
     x, y, start = a.params[t][name], b.params[t][name], a.params[0][name]
     with np.errstate(invalid="ignore"):
         gaps = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
@@ -183,7 +222,9 @@ def _parts(a: Run, b: Run, t: int, name: str, noise: np.ndarray | None) -> list[
 
 
 def _rms(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Returns the root mean square of the elements that count: over all of them, and for each index of each axis."""
+    """Returns the root mean square of the elements that count: over all of them, and for each index
+    of each axis.
+    """
     squares = np.where(counts, values, 0.0) ** 2
     found = [np.sqrt(squares.sum() / max(1, counts.sum()))]
     for axis in range(values.ndim) if values.size else ():
@@ -198,7 +239,9 @@ def _worst(of_runs: Iterable[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 def _ulps(run: Run, t: int, name: str, noise: np.ndarray | None) -> list[np.ndarray]:
-    """Returns the rounding of a parameter over t updates, relative to the movement, in an array and its parts."""
+    """Returns the rounding of a parameter over t updates, relative to the movement, in an array and
+    its parts.
+    """
     array, scale = run.params[t][name], _movement(run, t)
     ulps = t * run.rounding[name] * np.abs(array) / (scale or 1.0)
     return _rms(ulps, np.ones(array.shape, bool) if noise is None else ~noise)
@@ -210,10 +253,15 @@ def _is_coarse(loss: float) -> bool:
 
 
 def _loss_scale(run: Run) -> float:
-    """Returns the largest loss of a run, since a small difference of large terms rounds like the terms."""
+    """Returns the largest loss of a run, since a small difference of large terms rounds like the
+    terms.
+    """
     return max(map(abs, run.losses), default=0.0) or 1.0
 
 
 def _loss_gaps(a: Run, b: Run) -> list[float]:
     pairs, scale = zip(a.losses, b.losses, strict=False), _loss_scale(a)  # a layout may report none
-    return [0.0 if x == y else abs(x - y) / scale if np.isfinite([x, y]).all() else np.inf for x, y in pairs]
+    return [
+        0.0 if x == y else abs(x - y) / scale if np.isfinite([x, y]).all() else np.inf
+        for x, y in pairs
+    ]

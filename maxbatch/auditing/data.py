@@ -1,6 +1,8 @@
-"""The batches of an audit: random rows, and the same rows permuted, padded or with fewer trained tokens.
+"""The batches of an audit: random rows, and the same rows permuted, padded or with fewer trained
+tokens.
 
-Shapes: B rows, L tokens in a row, U updates. A `RowSpec` names rows, so that equal ones are run once.
+Shapes: B rows, L tokens in a row, U updates. A `RowSpec` names rows, so that equal ones are run
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ class RowSpec(NamedTuple):
     """A description of the rows of every update of a run."""
 
     num_rows: int
-    weights: str = "full"  # full: all tokens trained; uneven: fewer row by row; empty: the last 1 / `parts` untrained
+    # full: all tokens trained; uneven: fewer row by row; empty: the last 1 / `parts` untrained
+    weights: str = "full"
     parts: int = 1
     order: tuple[int, ...] = ()  # of the rows, some left out or repeated; (): as drawn
     padding: int = 0  # further rows, of zero weight
@@ -69,7 +72,9 @@ class Data(NamedTuple):
         if rows.padding:
             padding = [_drawn(self, update, rows.num_rows + row) for row in range(rows.padding)]
             tokens = np.concatenate([tokens, padding])
-            weights, segments = (np.pad(x, ((0, rows.padding), (0, 0))) for x in (weights, segments))
+            weights, segments = (
+                np.pad(x, ((0, rows.padding), (0, 0))) for x in (weights, segments)
+            )
         if rows.trained:
             start = 0 if rows.trained == "all" else -rows.padding
             weights[start:, 1:] = segments[start:] = 1
@@ -79,7 +84,9 @@ class Data(NamedTuple):
         weights = np.ones((rows.num_rows, self.length), np.float32)
         weights[:, 0] = 0  # nothing predicts the first token
         if rows.weights == "uneven":
-            trained = np.linspace(self.length - 1, 1, rows.num_rows + (rows.num_rows == 1)).astype(int)
+            trained = np.linspace(self.length - 1, 1, rows.num_rows + (rows.num_rows == 1)).astype(
+                int
+            )
             for row in range(rows.num_rows):
                 weights[row, 1 + trained[row - (rows.num_rows == 1)] :] = 0
         elif rows.weights == "empty":

@@ -7,11 +7,13 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from maxbatch.auditing.audit import Audit
 
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # https://www.w3.org/TR/xml/#charsets
+# https://www.w3.org/TR/xml/#charsets
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(name: str, found: Audit) -> str:
-    """Returns the XML of an audit: a failure for a broken promise, skipped for one that is not applicable.
+    """Returns the XML of an audit: a failure for a broken promise, skipped for one that is not
+    applicable.
 
     Args:
       name: of the test suite, such as `trainer.py:make`.
@@ -23,7 +25,9 @@ def junit_xml(name: str, found: Audit) -> str:
         case = SubElement(suite, "testcase", classname=_text(name), name=verdict.promise)
         if verdict.status == "broken":
             message = "; ".join(filter(None, (verdict.explanation, verdict.reason)))
-            failure = SubElement(case, "failure", type=verdict.cause or "not recognised", message=_text(message))
+            failure = SubElement(
+                case, "failure", type=verdict.cause or "not recognised", message=_text(message)
+            )
             failure.text = _text(f"{verdict.sentence}: broken\nsmallest case: {verdict.case}")
         elif verdict.status == "not applicable":
             SubElement(case, "skipped", message=_text(verdict.reason))
@@ -33,12 +37,19 @@ def junit_xml(name: str, found: Audit) -> str:
 def junit_xml_of_error(name: str, message: str) -> str:
     """Returns the XML of an audit that could not run: one test case with an error."""
     suite = _suite(name, tests=1, failures=0, errors=1, skipped=0)
-    SubElement(SubElement(suite, "testcase", classname=_text(name), name="audit"), "error", message=_text(message))
+    SubElement(
+        SubElement(suite, "testcase", classname=_text(name), name="audit"),
+        "error",
+        message=_text(message),
+    )
     return _document(suite)
 
 
 def _suite(name: str, **counts: int) -> Element:
-    return Element("testsuite", {"name": _text(f"maxbatch audit {name}")} | {key: str(n) for key, n in counts.items()})
+    return Element(
+        "testsuite",
+        {"name": _text(f"maxbatch audit {name}")} | {key: str(n) for key, n in counts.items()},
+    )
 
 
 def _document(suite: Element) -> str:

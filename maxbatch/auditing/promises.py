@@ -20,7 +20,8 @@ class Side(NamedTuple):
 
     layout: Layout
     rows: RowSpec
-    save_after: int = 0  # updates after which a fresh trainer continues from the saved state; 0: no resume
+    # updates after which a fresh trainer continues from the saved state; 0: no resume
+    save_after: int = 0
     in_new_process: bool = False  # whether the fresh trainer runs in a new process
     then: Layout | None = None  # the layout of the fresh trainer, if it differs
 
@@ -101,7 +102,9 @@ def _every_row(num_rows: int, _: int) -> Iterator[Comparison]:
 def _weights(num_rows: int, _: int) -> Iterator[Comparison]:
     for layout in (whole(num_rows), *list(_cuts(num_rows))[:1]):
         rows = RowSpec(num_rows, "uneven")
-        yield Comparison(Side(layout, rows), Side(layout, rows._replace(other_targets=True)), same_shapes=True)
+        yield Comparison(
+            Side(layout, rows), Side(layout, rows._replace(other_targets=True)), same_shapes=True
+        )
 
 
 def _cut(num_rows: int, _: int) -> Iterator[Comparison]:
@@ -149,7 +152,10 @@ def _resume(num_rows: int, updates: int) -> Iterator[Comparison]:
 
 PROMISES = (
     Promise(
-        "order", "the order of the rows of a batch does not matter", "the order of the rows changes the update", _order
+        "order",
+        "the order of the rows of a batch does not matter",
+        "the order of the rows changes the update",
+        _order,
     ),
     Promise("rows", "every row counts", "a row has no effect", _every_row),
     Promise(
@@ -181,7 +187,11 @@ PROMISES = (
         least_rows=3,
     ),
     Promise(
-        "padding", "rows of zero weight add nothing", "rows of zero weight change the update", _padding, least_rows=1
+        "padding",
+        "rows of zero weight add nothing",
+        "rows of zero weight change the update",
+        _padding,
+        least_rows=1,
     ),
     Promise(
         "devices",

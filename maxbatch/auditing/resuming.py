@@ -15,7 +15,8 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 ImportMake = Callable[[], Make]  # pickled, and called in a new process
 
-_WITHIN = "AUDIT_RESUMES_A_TRAINER"  # set in a new process, where an audit in the user's module must not start again
+# set in a new process, where an audit in the user's module must not start again
+_WITHIN = "AUDIT_RESUMES_A_TRAINER"
 
 
 class NoProcess(Exception):
@@ -30,14 +31,17 @@ class _Rest(NamedTuple):
     batches: Sequence[Batch]
 
 
-def resumed_here(subject: Subject, layout: Layout, batches: Sequence[Batch], save_after: int) -> Run:
+def resumed_here(
+    subject: Subject, layout: Layout, batches: Sequence[Batch], save_after: int
+) -> Run:
     """Returns a run that a fresh trainer continues after `save_after` updates.
 
-    In between, the first trainer continues, and another one trains for another number of updates. So counts and
-    generators outside of the saved state do not continue by accident.
+    In between, the first trainer continues, and another one trains for another number of updates.
+    So counts and generators outside of the saved state do not continue by accident.
 
     Raises:
-      Refused: the trainer raised an exception; Unsaved if the state can neither be pickled nor copied.
+      Refused: the trainer raised an exception; Unsaved if the state can neither be pickled nor
+        copied.
       ConfigError: the trainer cannot be used.
     """
     begun, saved = subject.run_and_save(layout, batches[:save_after])
@@ -46,7 +50,11 @@ def resumed_here(subject: Subject, layout: Layout, batches: Sequence[Batch], sav
 
 
 def resumed_elsewhere(
-    subject: Subject, import_make: ImportMake | None, layout: Layout, batches: Sequence[Batch], save_after: int
+    subject: Subject,
+    import_make: ImportMake | None,
+    layout: Layout,
+    batches: Sequence[Batch],
+    save_after: int,
 ) -> Run:
     """Returns a run that a new process continues after `save_after` updates.
 
@@ -65,7 +73,9 @@ def resumed_elsewhere(
         if os.environ.get(_WITHIN):
             raise NoProcess("this process has been made by an audit")
         with WorkerPool(
-            functools.partial(_resuming, import_make or by_name(subject.make), sys.path), 1, variables={_WITHIN: "1"}
+            functools.partial(_resuming, import_make or by_name(subject.make), sys.path),
+            1,
+            variables={_WITHIN: "1"},
         ) as pool:
             pool.wait_for_setup()
             (answer,) = pool.submit([_Rest(layout, saved, batches[save_after:])])

@@ -65,23 +65,28 @@ class Saved(NamedTuple):
 class Run(NamedTuple):
     """The results of a trainer over U updates."""
 
-    params: list[dict[str, np.ndarray]]  # U + 1, float64: the initial ones, and those after each update
+    # U + 1, float64: the initial ones, and those after each update
+    params: list[dict[str, np.ndarray]]
     losses: list[float]  # U, or empty if the trainer reports no loss
     metrics: list[dict[str, float]]  # U; the other scalars that the trainer reports
-    rounding: dict[str, float]  # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
+    # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
+    rounding: dict[str, float]
 
     def then(self, later: Run) -> Run:
         """Returns this run joined with a run from its last state."""
         return Run(
-            self.params + later.params[1:], self.losses + later.losses, self.metrics + later.metrics, self.rounding
+            self.params + later.params[1:],
+            self.losses + later.losses,
+            self.metrics + later.metrics,
+            self.rounding,
         )
 
 
 class Subject:
     """A trainer under audit.
 
-    Making a trainer may compile it. Trainers are reused, unless repeating a run in the same kind of layout (one
-    or several devices, one or several passes) gives other numbers.
+    Making a trainer may compile it. Trainers are reused, unless repeating a run in the same kind of
+    layout (one or several devices, one or several passes) gives other numbers.
     """
 
     def __init__(self, make: Make) -> None:
@@ -95,7 +100,8 @@ class Subject:
 
         Raises:
           Refused: the trainer raised an exception.
-          ConfigError: the trainer lacks a function, or a function returns a value of the wrong form.
+          ConfigError: the trainer lacks a function, or a function returns a value of the wrong
+            form.
         """
         kind = (layout.num_devices > 1, layout.gradient_accumulation_steps > 1)
         trainer = self._made_before.get(layout) or self._made(layout)
@@ -111,7 +117,9 @@ class Subject:
         return self._run(self._made(layout), batches)
 
     def run_and_save(self, layout: Layout, batches: Sequence[Batch]) -> tuple[Run, Saved]:
-        """Returns a run as `run` does, and its last state; raises Unsaved if it can neither be pickled nor copied."""
+        """Returns a run as `run` does, and its last state; raises Unsaved if it can neither be
+        pickled nor copied.
+        """
         trainer = self._made(layout)
         found, state = self._updated(trainer, _init(trainer), batches)
         saved = _saved(state)
@@ -134,27 +142,41 @@ class Subject:
     def _made(self, layout: Layout) -> Any:
         with _refusing():
             trainer = self.make(layout)
-            lacking = [name for name in ("init", "step", "params") if not callable(getattr(trainer, name, None))]
+            lacking = [
+                name
+                for name in ("init", "step", "params")
+                if not callable(getattr(trainer, name, None))
+            ]
         if lacking:
             kind = type(trainer).__name__
             raise ConfigError(
-                f"make: must return an object with init(), step() and params(); {kind} has no {lacking[0]}()"
+                f"make: must return an object with init(), step() and params(); {kind} has no "
+                f"{lacking[0]}()"
             )
         return trainer
 
     def _run(self, trainer: _Trainer, batches: Sequence[Batch]) -> Run:
         return self._updated(trainer, _init(trainer), batches)[0]
 
-    def _updated(self, trainer: _Trainer, state: object, batches: Sequence[Batch]) -> tuple[Run, object]:
-        first, rounding = self._params(trainer, state)  # the rounding of the last parameters, which have moved
+    def _updated(
+        self, trainer: _Trainer, state: object, batches: Sequence[Batch]
+    ) -> tuple[Run, object]:
+        # the rounding of the last parameters, which have moved
+        first, rounding = self._params(trainer, state)
         params, losses, metrics = [first], [], []
         for batch in batches:
             with _refusing():
                 answer = trainer.step(state, {name: array.copy() for name, array in batch.items()})
-                is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None)
+                is_pair = (
+                    isinstance(answer, tuple)
+                    and len(answer) == 2
+                    and isinstance(answer[1], Mapping | None)
+                )
                 found = dict(answer[1] or {}) if is_pair else {}
             if not is_pair:
-                raise ConfigError(f"step: returned a {type(answer).__name__}; it must return (state, metrics)")
+                raise ConfigError(
+                    f"step: returned a {type(answer).__name__}; it must return (state, metrics)"
+                )
             state, scalars = answer[0], dict(_scalars(found))
             if "loss" in scalars:
                 losses.append(scalars.pop("loss"))
@@ -162,23 +184,40 @@ class Subject:
             after, rounding = self._params(trainer, state)
             params.append(after)
         if losses and len(losses) < len(batches):
-            raise ConfigError("step: metrics['loss'] must be present after every update, or after none")
+            raise ConfigError(
+                "step: metrics['loss'] must be present after every update, or after none"
+            )
         return Run(params, losses, metrics, rounding), state
 
-    def _params(self, trainer: _Trainer, state: object) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def _params(
+        self, trainer: _Trainer, state: object
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         with _refusing():
             params = trainer.params(state)
-            named = {str(name): array for name, array in params.items()} if isinstance(params, Mapping) else {}
+            named = (
+                {str(name): array for name, array in params.items()}
+                if isinstance(params, Mapping)
+                else {}
+            )
         if not named:
-            raise ConfigError(f"params: returned a {type(params).__name__}; it must return names and numpy arrays")
+            raise ConfigError(
+                f"params: returned a {type(params).__name__}; it must return names and numpy arrays"
+            )
         found = {name: _numbers(name, array) for name, array in named.items()}
         shapes = {name: array.shape for name, array in found.items()}
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
-            name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
+            name = next(
+                name
+                for name in {**shapes, **self._shapes}
+                if shapes.get(name) != self._shapes.get(name)
+            )
             was, now = self._shapes.get(name, "absent"), shapes.get(name, "absent")
-            raise ConfigError(f"params: {name} was {was} and is {now}; names and shapes must be those of every layout")
+            raise ConfigError(
+                f"params: {name} was {was} and is {now}; names and shapes must be those of every "
+                "layout"
+            )
         return found, {name: _rounding(array) for name, array in named.items()}
 
 
@@ -191,7 +230,9 @@ def _numbers(name: str, array: object) -> np.ndarray:
     """Returns a parameter in float64; raises ConfigError unless it holds real numbers."""
     if not isinstance(array, np.ndarray | np.generic):
         kind = type(array).__name__
-        raise ConfigError(f"params: {name} is a {kind}, not a numpy array; works: np.asarray({name})")
+        raise ConfigError(
+            f"params: {name} is a {kind}, not a numpy array; works: np.asarray({name})"
+        )
     if array.dtype.kind == "c":
         works = f"{name}.real and {name}.imag under two names"
         raise ConfigError(f"params: {name} holds complex numbers; works: {works}")
@@ -199,7 +240,9 @@ def _numbers(name: str, array: object) -> np.ndarray:
         with np.errstate(all="ignore"):
             return np.array(array, np.float64)
     except Exception as error:
-        raise ConfigError(f"params: {name} is an array that holds no numbers ({_line(error)})") from error
+        raise ConfigError(
+            f"params: {name} is an array that holds no numbers ({_line(error)})"
+        ) from error
 
 
 def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
@@ -212,11 +255,15 @@ def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
             _reraise_if_stopped(error)
             if isinstance(name, str) and name == "loss":
                 kind = type(value).__name__
-                raise ConfigError(f"step: metrics['loss'] is a {kind}, not a number ({_line(error)})") from error
+                raise ConfigError(
+                    f"step: metrics['loss'] is a {kind}, not a number ({_line(error)})"
+                ) from error
 
 
 def _rounding(array: np.ndarray) -> float:
-    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that fits its numbers."""
+    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that
+    fits its numbers.
+    """
     if array.dtype == np.float32 and not (array.view(np.uint32) & _DIGITS_BELOW_HALF).any():
         return _LOW_PRECISION
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:
@@ -262,16 +309,19 @@ def _reraise_if_stopped(error: BaseException) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the file and the line of the adapter in which an exception was raised: ", trainer.py:12".
+    """Returns the file and the line of the adapter in which an exception was raised: ",
+    trainer.py:12".
 
     The line is the deepest one outside of installed packages and of this one.
     """
     outside = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<") and "site-packages" not in frame.filename
+        if frame.filename != __file__
+        and not frame.filename.startswith("<")
+        and "site-packages" not in frame.filename
         and not frame.filename.startswith(sysconfig.get_path("stdlib"))
-    ]  # fmt: skip
+    ]
     return f", {os.path.basename(outside[-1].filename)}:{outside[-1].lineno}" if outside else ""
 
 

@@ -27,23 +27,30 @@ _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
     """Adds the positional arguments of a config, and others that a command takes among them."""
     metavar = " | ".join((*others, "CONFIG.yml", "key=value"))
-    parser.add_argument("config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys")
+    parser.add_argument(
+        "config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys"
+    )
 
 
 def check_overrides(overrides: Sequence[str], takes: str) -> None:
-    """Raises ConfigError for a text that is no key=value, in words about what a command takes beside them."""
+    """Raises ConfigError for a text that is no key=value, in words about what a command takes
+    beside them.
+    """
     for text in overrides:
         if "=" not in text:
             raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch {takes}")
 
 
-def config_of(args: argparse.Namespace, default: str | None = None, needs: Collection[str] = TRAINED) -> Config:
+def config_of(
+    args: argparse.Namespace, default: str | None = None, needs: Collection[str] = TRAINED
+) -> Config:
     """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
     Without a file it reads `default`, or base.yml alone.
 
     Args:
-      needs: arguments of `maxbatch.train` whose parts the command would need: a config of a run with one is refused.
+      needs: arguments of `maxbatch.train` whose parts the command would need: a config of a run
+        with one is refused.
 
     Raises:
       ConfigError: two files, or a config that cannot be used.
@@ -57,9 +64,12 @@ def config_of(args: argparse.Namespace, default: str | None = None, needs: Colle
     except ConfigError as error:
         devices = stated.get("devices") or stated.get("simulate_devices")
         hosts = stated.get("hosts") or stated.get("simulate_hosts")
-        raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
+        raise on_machine(
+            error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated
+        ) from None
     warning = displaced_ramp(settings)
-    if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config again, and the first one warns
+    # simulated hosts read the config again, and the first one warns
+    if warning and not stated.get("simulate_hosts"):
         warn(warning)
     config = config_from(settings)
     refuse_own_parts(config.own_parts, needs)
@@ -98,29 +108,45 @@ def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     overrides = [text for text in args.config if "=" in text]
     for text in files:
         if text in KEYS and not os.path.exists(text):
-            raise ConfigError(f"{text}: an override is key=value; works: {text}={KEYS[text].default}")
+            raise ConfigError(
+                f"{text}: an override is key=value; works: {text}={KEYS[text].default}"
+            )
     if len(files) > 1:
         first, second = map(shown, files[:2])
-        raise ConfigError(f"{second}: only one config file is read ({first}); an override is key=value")
+        raise ConfigError(
+            f"{second}: only one config file is read ({first}); an override is key=value"
+        )
     return (files[0] if files else None), overrides
 
 
 def read_by(read: Callable[[str], object], rule: str, works: object) -> Callable[[str], object]:
-    """Returns the `type` of an argument that `read` reads; `rule` and `works` describe a valid text."""
+    """Returns the `type` of an argument that `read` reads; `rule` and `works` describe a valid
+    text.
+    """
 
     def parse(text: str) -> object:
         try:
             return read(text)
         except (ConfigError, ValueError):
-            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}") from None
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)}: must be {rule}; works: {works}"
+            ) from None
 
     return parse
 
 
 def whole(least: int, most: int | None = None, works: int | None = None) -> Callable[[str], object]:
-    """Returns the `type` of an argument that takes a whole number; `works` is the example in a refusal."""
-    rule = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
-    return read_by(Scalar("", "int", Bounds(least, most)).read, rule, least if works is None else works)
+    """Returns the `type` of an argument that takes a whole number; `works` is the example in a
+    refusal.
+    """
+    rule = (
+        f"a whole number from {least} on"
+        if most is None
+        else f"a whole number from {least} to {most}"
+    )
+    return read_by(
+        Scalar("", "int", Bounds(least, most)).read, rule, least if works is None else works
+    )
 
 
 count = whole(1)
@@ -155,20 +181,32 @@ def _path(text: str, rule: str | None) -> str:
 
 def add_svg(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that writes the plots of a command's page as SVG files."""
-    parser.add_argument("--svg", type=place, metavar="DIR", help="write each plot as one SVG file into DIR, for papers")
+    parser.add_argument(
+        "--svg",
+        type=place,
+        metavar="DIR",
+        help="write each plot as one SVG file into DIR, for papers",
+    )
 
 
 def add_ray(parser: argparse.ArgumentParser, tasks: str) -> None:
     """Adds the flags that run the tasks of a command on a Ray cluster."""
     parser.add_argument(
-        "--ray", metavar="ADDRESS",
-        help=f"run {tasks} on a Ray cluster: local (started for this command), auto (a running one), HOST:PORT",
-    )  # fmt: skip
+        "--ray",
+        metavar="ADDRESS",
+        help=f"run {tasks} on a Ray cluster: local (started for this command), auto (a running "
+        "one), HOST:PORT",
+    )
     parser.add_argument(
         "--resources",
-        type=read_by(_resources, "names and amounts of Ray's resources, whole or below 1", "TPU=4 or CPU=8,GPU=1"),
-        metavar="NAME=N,...", help="what each task takes of its node (default: CPU=1)",
-    )  # fmt: skip
+        type=read_by(
+            _resources,
+            "names and amounts of Ray's resources, whole or below 1",
+            "TPU=4 or CPU=8,GPU=1",
+        ),
+        metavar="NAME=N,...",
+        help="what each task takes of its node (default: CPU=1)",
+    )
 
 
 def _resources(text: str) -> dict[str, float]:
@@ -184,17 +222,23 @@ def _resources(text: str) -> dict[str, float]:
     return resources
 
 
-def ray_cluster(args: argparse.Namespace, retries: int = -1) -> contextlib.AbstractContextManager[RayCluster | None]:
+def ray_cluster(
+    args: argparse.Namespace, retries: int = -1
+) -> contextlib.AbstractContextManager[RayCluster | None]:
     """Returns the cluster of the flags of `add_ray`, None without them, as a context manager.
 
-    It runs a task again up to `retries` times (-1: always) after its node or its worker process was lost.
+    It runs a task again up to `retries` times (-1: always) after its node or its worker process was
+    lost.
 
     Raises:
       ConfigError: `--resources` without `--ray`, or a cluster that cannot be used.
     """
     if args.ray is None:
         if args.resources:
-            raise ConfigError("--resources: is for tasks on a Ray cluster; works: --ray local, or without --resources")
+            raise ConfigError(
+                "--resources: is for tasks on a Ray cluster; works: --ray local, or without "
+                "--resources"
+            )
         return contextlib.nullcontext()
     from maxbatch.system.ray_cluster import RayCluster
 
@@ -212,19 +256,28 @@ def check_simulated_devices(num_devices: int) -> None:
 
 
 def simulate_devices(num_devices: int | None) -> None:
-    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else; None: changes nothing."""
+    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else; None:
+    changes nothing.
+    """
     if num_devices is not None:
         check_simulated_devices(num_devices)
         make_cpu_devices(num_devices)
 
 
 def add_model(parser: argparse.ArgumentParser, **files: str) -> None:
-    """Adds a model, files by name with their help, overrides of the model's config, and the flag of averages."""
+    """Adds a model, files by name with their help, overrides of the model's config, and the flag of
+    averages.
+    """
     model = "a run folder, one of its checkpoints, a Hugging Face folder, or a MaxText checkpoint"
     parser.add_argument("model", type=place, metavar="MODEL", help=model)
     for name, text in files.items():
         parser.add_argument(name, type=place, metavar=name.upper(), help=text)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keys of the model's config, such as dtype",
+    )
     add_averaged(parser)
 
 
@@ -243,5 +296,7 @@ def model_of(args: argparse.Namespace) -> str:
     if not args.best:
         return str(args.model)
     if not (as_path(args.model) / "checkpoints").is_dir():
-        raise ConfigError(f"--best: {shown(args.model)} is no run folder with checkpoints/; works: no --best")
+        raise ConfigError(
+            f"--best: {shown(args.model)} is no run folder with checkpoints/; works: no --best"
+        )
     return f"{args.model.rstrip('/')}/checkpoints/best"

@@ -1,4 +1,6 @@
-"""`maxbatch audit`: tests whether a trainer's update depends on cut, padding, devices or a resume."""
+"""`maxbatch audit`: tests whether a trainer's update depends on cut, padding, devices or a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,23 @@ _LONGEST_PROBLEM = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("make", metavar="FILE.py:make", help="a function of a layout that returns a trainer")
+    parser.add_argument(
+        "make", metavar="FILE.py:make", help="a function of a layout that returns a trainer"
+    )
     length = whole(LEAST["length"], works=8)
-    parser.add_argument("--length", type=length, default=8, metavar="L", help="tokens of a row (default 8)")
+    parser.add_argument(
+        "--length", type=length, default=8, metavar="L", help="tokens of a row (default 8)"
+    )
     vocabulary = whole(LEAST["vocab_size"], works=8)
     tokens = "size of the vocabulary; the tokens are 1 to V - 1 (default 8)"
     parser.add_argument("--vocab-size", type=vocabulary, default=8, metavar="V", help=tokens)
     updates = whole(LEAST["updates"], works=4)
-    parser.add_argument("--updates", type=updates, default=4, metavar="U", help="updates of a run (default 4)")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="seed of the rows (default 0)")
+    parser.add_argument(
+        "--updates", type=updates, default=4, metavar="U", help="updates of a run (default 4)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="S", help="seed of the rows (default 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     junit = "write a JUnit XML file, with a test case for each promise"
     parser.add_argument("--junit", type=Path, metavar="FILE", help=junit)
@@ -45,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints a verdict on every promise; returns 0 if none is broken, else 1."""
     place, colon, name = args.make.rpartition(":")
     if not (place and colon and name):
-        raise ConfigError(f"{shown(args.make)}: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make")
+        raise ConfigError(
+            f"{shown(args.make)}: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make"
+        )
     if args.junit:  # a folder that is not there is told before the audit
         write_atomically(args.junit, junit_xml_of_error(args.make, "the audit did not end"))
     try:
@@ -75,14 +87,18 @@ def _found(args: argparse.Namespace) -> Audit:
         raise ConfigError(f"{shown(args.make)}: the trainer ended its process ({error})") from error
 
 
-def _auditing(spec: str, devices: int | None, path: list[str]) -> Callable[[Mapping[str, int]], Audit]:
+def _auditing(
+    spec: str, devices: int | None, path: list[str]
+) -> Callable[[Mapping[str, int]], Audit]:
     """Returns the audit of a trainer, in a process of its own: the trainer may end it, or print."""
     sys.path[:] = path
     simulate_devices(devices)
     try:
         make = import_function(spec)
     except ImportError as error:
-        raise ConfigError(f"{shown(spec)}: {' '.join(str(error).split())[:_LONGEST_PROBLEM]}") from error
+        raise ConfigError(
+            f"{shown(spec)}: {' '.join(str(error).split())[:_LONGEST_PROBLEM]}"
+        ) from error
     return functools.partial(_audited, make, functools.partial(import_function, spec))
 
 
@@ -103,15 +119,22 @@ def _print(found: Audit) -> None:
 
 
 def _lines(found: Audit) -> Iterator[str]:
-    """Yields the reasons of verdicts, the tolerances, the effect of a NaN, and the broken promises."""
+    """Yields the reasons of verdicts, the tolerances, the effect of a NaN, and the broken
+    promises.
+    """
     promises: dict[str, list[str]] = {}
     for verdict in found.verdicts:
         if verdict.status != "holds" or verdict.reason:
             promises.setdefault(_reason(verdict), []).append(verdict.promise)
     yield from (f"{', '.join(names)}: {reason}" for reason, names in promises.items())
-    spread = f"parameters may differ by {found.tolerance:.1e} (by {found.spread:.1e} over permutations of the rows)"
+    spread = (
+        f"parameters may differ by {found.tolerance:.1e} (by {found.spread:.1e} over permutations "
+        "of the rows)"
+    )
     has_loss = found.loss_tolerance is not None
-    of_loss = f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})" if has_loss else ""
+    of_loss = (
+        f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})" if has_loss else ""
+    )
     yield f"tolerance: {spread}{of_loss}"
     yield f"a NaN among the weights of a batch: {found.nan} (no promise is about this)"
     names = ", ".join(verdict.promise for verdict in found.broken)

@@ -1,4 +1,6 @@
-"""`maxbatch compile`: every program of a run, compiled ahead of time and saved for `train` to load."""
+"""`maxbatch compile`: every program of a run, compiled ahead of time and saved for `train` to
+load.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)
-    survive = "compile also for every machine down to K slices or simulated hosts fewer, in folders of their own in DIR"
+    survive = (
+        "compile also for every machine down to K slices or simulated hosts fewer, in folders of "
+        "their own in DIR"
+    )
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
-    hosts = "compile in H processes of N / H devices each (default N: H), --survive K for fewer of them"
+    hosts = (
+        "compile in H processes of N / H devices each (default N: H), --survive K for fewer of them"
+    )
     parser.add_argument("--simulate-hosts", type=count, metavar="H", help=hosts)
     hlo = "write the optimised HLO text here, one file per program; for a TPU it is scheduled"
     parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
@@ -81,12 +88,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _joined(args: argparse.Namespace, config: Config) -> AbstractContextManager[None]:
-    """Returns a context of the hosts that the environment names, which compile together; a topology has none."""
+    """Returns a context of the hosts that the environment names, which compile together; a topology
+    has none.
+    """
     if args.topology or not may_have_others():
         return contextlib.nullcontext()
     from maxbatch.parallel.hosts import together
 
-    return together(partial(report, as_json=args.json), config.heartbeat_timeout_s, config.host_wait_s, lambda: None)
+    return together(
+        partial(report, as_json=args.json),
+        config.heartbeat_timeout_s,
+        config.host_wait_s,
+        lambda: None,
+    )
 
 
 def _folder(args: argparse.Namespace, config: Config) -> AnyPath:
@@ -96,11 +110,15 @@ def _folder(args: argparse.Namespace, config: Config) -> AnyPath:
 def _on_simulated_hosts(args: argparse.Namespace) -> int:
     """Compiles in the processes of simulated hosts, and again in fewer of them for `--survive`."""
     if args.topology:
-        raise ConfigError(f"--simulate-hosts {args.simulate_hosts}: must not be given beside --topology, which states "
-                          f"the hosts; works: --topology {args.topology}")  # fmt: skip
+        raise ConfigError(
+            f"--simulate-hosts {args.simulate_hosts}: must not be given beside --topology, which "
+            f"states the hosts; works: --topology {args.topology}"
+        )
     if args.json and args.survive:
-        raise ConfigError("--json: prints one object, and --survive on simulated hosts compiles several machines one "
-                          "after the other; works: without --json")  # fmt: skip
+        raise ConfigError(
+            "--json: prints one object, and --survive on simulated hosts compiles several "
+            "machines one after the other; works: without --json"
+        )
     config = config_of(args)
     num_devices = args.simulate_devices or args.simulate_hosts
     check_hosts(num_devices, args.simulate_hosts)
@@ -114,16 +132,21 @@ def _on_simulated_hosts(args: argparse.Namespace) -> int:
         flags = ["--output", str(its_folder), *(["--json"] if args.json else [])]
         if args.hlo:
             flags += ["--hlo", args.hlo if left == whole else os.path.join(args.hlo, left.name)]
-        if code := run_hosts([*words, *flags], left.num_hosts, lambda: None, config.heartbeat_timeout_s):
+        if code := run_hosts(
+            [*words, *flags], left.num_hosts, lambda: None, config.heartbeat_timeout_s
+        ):
             return code
     return EXIT_DONE
 
 
-def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
+def _smaller(
+    config: Config, args: argparse.Namespace, target: Target
+) -> list[tuple[Target, BatchPlan]]:
     """Returns the slices without 1 to `--survive` of them, and the plan on each machine.
 
     Raises:
-      ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch is broken there.
+      ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch
+        is broken there.
     """
     found = []
     for left, _ in smaller_targets(args, target):
@@ -135,7 +158,12 @@ def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[t
 
 
 def _compile_run(
-    config: Config, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
+    config: Config,
+    target: Target,
+    plan: BatchPlan,
+    folder: AnyPath,
+    hlo: Path | None,
+    is_json: bool,
 ) -> dict[str, object]:
     """Compiles the programs of a run on devices and saves them; returns the record of `--json`.
 
@@ -159,8 +187,10 @@ def _compile_run(
         if not verdict.fits:
             error = _does_not_fit(
                 f"a micro-batch of {shape.micro_batch} ({name})",
-                verdict, target, "maxbatch fit finds the largest that does",
-            )  # fmt: skip
+                verdict,
+                target,
+                "maxbatch fit finds the largest that does",
+            )
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
             error.figures = _refusal(verdict, known, target)
             raise error
@@ -168,11 +198,17 @@ def _compile_run(
         say(f"compiling {name}")
         done[name] = compile_one(name, lowered, target, config, hlo)
         if not done[name].verdict.fits:
-            raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
+            raise _does_not_fit(
+                name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size"
+            )
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
     keys = program_keys(config)
     seconds = [done[step_name(shape)].modelled.modelled_step_s for shape in shapes]
-    size = save_programs(folder, keys, target.devices, shapes, executables, seconds) if is_first() else 0
+    size = (
+        save_programs(folder, keys, target.devices, shapes, executables, seconds)
+        if is_first()
+        else 0
+    )
     peak = mfu_peak(target.chip, config.quantization, config.peak_tflops_per_device)
     if is_first() and not is_json:
         _show(done, target, peak, folder, size)
@@ -188,7 +224,9 @@ def _compile_run(
 
 
 def _made_folder(path: str | None) -> Path | None:
-    """Makes and returns the folder of `--hlo`, before anything is compiled; None without the flag."""
+    """Makes and returns the folder of `--hlo`, before anything is compiled; None without the
+    flag.
+    """
     if path is None:
         return None
     folder = Path(os.path.expanduser(path))
@@ -226,7 +264,8 @@ def _memory_figures(verdict: Verdict) -> dict[str, object]:
 def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object]:
     """Returns the figures of a program that was refused.
 
-    The TPU compiler names one figure: arguments are computed from their shapes, and the rest counts as temporary.
+    The TPU compiler names one figure: arguments are computed from their shapes, and the rest counts
+    as temporary.
     """
     arguments, needed = known.parameters + known.optimizer + known.batch, verdict.needed_bytes
     parts = {
@@ -237,7 +276,9 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object
     return parts | _memory_figures(verdict) | {"target": target.name}
 
 
-def _show(done: Mapping[str, Compiled], target: Target, peak: Peak | None, folder: AnyPath, size: int) -> None:
+def _show(
+    done: Mapping[str, Compiled], target: Target, peak: Peak | None, folder: AnyPath, size: int
+) -> None:
     from rich.table import Table
 
     from maxbatch.system.terminal import PipeConsole

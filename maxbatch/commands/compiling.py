@@ -46,7 +46,9 @@ def programs_of(config: Config, target: Target, mesh: MeshShape, expansion: int 
     from maxbatch.training.update.recipe import TrainedRecipe
 
     keys = config.programs
-    return Programs(keys, target.devices, mesh, TrainedRecipe.of(keys.recipe).objective(keys), expansion)
+    return Programs(
+        keys, target.devices, mesh, TrainedRecipe.of(keys.recipe).objective(keys), expansion
+    )
 
 
 def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
@@ -56,7 +58,9 @@ def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Progra
     expansion = max(1, int(expansion_factor(config.plan, target.num_hosts)))
     programs = programs_of(config, target, plan.mesh, expansion)
     stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
-    return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
+    return programs, [
+        Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)
+    ]
 
 
 def compiled(
@@ -79,7 +83,9 @@ def compiled(
     from maxbatch.training.compile.memory import compile_for
     from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 
-    verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices, name))
+    verdict, executable = compile_for(
+        lowered, target, program_options(config.libtpu_flags, target.devices, name)
+    )
     modelled = Modelled()
     if executable is not None and (hlo or has_clock(target)):
         text = executable.as_text() or ""
@@ -99,11 +105,15 @@ def compile_one(
     hlo: Path | None = None,
     update: Update | None = None,
 ) -> Compiled:
-    """Compiles a program of a run as `compiled` does, and writes its HLO text to a folder if one is given."""
+    """Compiles a program of a run as `compiled` does, and writes its HLO text to a folder if one is
+    given.
+    """
     from maxbatch.training.compile.cache import without_persistent_cache
 
     with without_persistent_cache():
-        found = compiled(lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo", name)
+        found = compiled(
+            lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo", name
+        )
     return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
 
 
@@ -112,5 +122,8 @@ def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
     from maxbatch.training.programs import step_name
 
     programs, updates = programs_on(config, target, plan)
-    done = [compile_one(step_name(one.shape), programs.step(one.shape), target, config, update=one) for one in updates]
+    done = [
+        compile_one(step_name(one.shape), programs.step(one.shape), target, config, update=one)
+        for one in updates
+    ]
     return max(done, key=lambda one: (not one.verdict.fits, one.verdict.needed_bytes or 0))

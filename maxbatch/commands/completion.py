@@ -68,19 +68,28 @@ def run(args: argparse.Namespace) -> int:
 def _words_of(name: str) -> _Words:
     parser = argparse.ArgumentParser()
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    flags = [
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ]
     takes_keys = any(action.dest in ("config", "overrides") for action in parser._actions)
     return _Words(flags, [f"{key}=" for key in KEYS] if takes_keys else [])
 
 
 def _bash(words: dict[str, _Words]) -> str:
-    cases = [f'        {name}) words="{" ".join([*flags, *keys])}" ;;' for name, (flags, keys) in words.items()]
+    cases = [
+        f'        {name}) words="{" ".join([*flags, *keys])}" ;;'
+        for name, (flags, keys) in words.items()
+    ]
     return _BASH.format(commands=" ".join(words), cases="\n".join(cases))
 
 
 def _zsh(words: dict[str, _Words]) -> str:
     cases = [
-        f"        {name}) flags=({' '.join(flags)}) keys=({' '.join(keys)}) ;;" for name, (flags, keys) in words.items()
+        f"        {name}) flags=({' '.join(flags)}) keys=({' '.join(keys)}) ;;"
+        for name, (flags, keys) in words.items()
     ]
     return _ZSH.format(commands=" ".join(words), cases="\n".join(cases))
 

@@ -1,4 +1,6 @@
-"""`maxbatch config`: every key with its value, its unit or rule, and the layer the value comes from. Imports no JAX."""
+"""`maxbatch config`: every key with its value, its unit or rule, and the layer the value comes
+from. Imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,23 @@ _LEAST_WIDTH = 32  # of the unit and rule
 _FILES = ("config file", "base_config")
 _MODEL = "model"  # the heading of the model's keys
 _KINDS = {
-    "bool": "true or false", "choice": "a choice", "choices": "one or more choices", "text": "text", "path": "a path",
-    "local": "a local path", "paths": "data paths", "fields": "names of fields by ours",
-}  # fmt: skip
+    "bool": "true or false",
+    "choice": "a choice",
+    "choices": "one or more choices",
+    "text": "text",
+    "path": "a path",
+    "local": "a local path",
+    "paths": "data paths",
+    "fields": "names of fields by ours",
+}
 _FIXED = {
-    Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.FORM: "model",
-    Fixes.STATE: "training state", Fixes.PROGRAM: "compiled programs",
-}  # fmt: skip
+    Fixes.BATCH: "batch",
+    Fixes.STREAM: "stream",
+    Fixes.PROMPTS: "prompts",
+    Fixes.FORM: "model",
+    Fixes.STATE: "training state",
+    Fixes.PROGRAM: "compiled programs",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,15 +58,22 @@ def run(args: argparse.Namespace) -> int:
     """Prints every key of a config, or all facts about one; returns the exit code."""
     asked = [text for text in args.config if text in KEYS]
     if len(asked) > 1:
-        raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
+        raise ConfigError(
+            f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}"
+        )
     args.config = [text for text in args.config if text not in KEYS]
     path, overrides = config_arguments(args)
-    if path is not None and not os.path.exists(str(find_config(path))) and not re.search(r"[/.]", path):
+    if (
+        path is not None
+        and not os.path.exists(str(find_config(path)))
+        and not re.search(r"[/.]", path)
+    ):
         raise ConfigError(f"{shown(path)}: unknown key{hint(path)}")
     settings = resolve(path, overrides)
     sections = {
         (heading := section.heading().partition(":")[0]): [
-            _facts(KEYS[key.name], settings[key.name]) | {"section": heading} for key in section.declared
+            _facts(KEYS[key.name], settings[key.name]) | {"section": heading}
+            for key in section.declared
         ]
         for section in SECTIONS
     }
@@ -77,14 +96,18 @@ def _console() -> Console:
     return console
 
 
-def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], parameters: int) -> None:
+def _print_all(
+    console: Console, sections: dict[str, list[dict[str, Any]]], parameters: int
+) -> None:
     """Prints a line per key: value, layer, and unit and rule, which a narrow terminal folds."""
     for heading, keys_below in sections.items():
         size = f": {parameters:,} parameters" if heading == _MODEL else ""
         console.print(f"# {heading}{size}", style="bold")
         for facts in keys_below:
             layer = Path(facts["where"]).name if facts["layer"] in _FILES else facts["layer"]
-            rule = f"{facts['rule']} | null" if facts["rule"] and facts["nullable"] else facts["rule"]
+            rule = (
+                f"{facts['rule']} | null" if facts["rule"] and facts["nullable"] else facts["rule"]
+            )
             said = ", ".join(filter(None, (facts["unit"], rule))) or facts["comment"]
             if facts["displaced_by"]:
                 said = f"displaced by {facts['displaced_by']}"
@@ -92,7 +115,9 @@ def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], para
             style = "dim" if layer == "base.yml" else ""
             head = f"{setting:<36}  {layer:<12}  "
             indent = min(len(head), max(4, console.width - _LEAST_WIDTH))
-            console.print(folded(f"{head}{said}", indent, console.width), style=style, soft_wrap=True)
+            console.print(
+                folded(f"{head}{said}", indent, console.width), style=style, soft_wrap=True
+            )
         console.print()
 
 
@@ -102,7 +127,11 @@ def _print_key(console: Console, facts: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     console.print(f"{facts['key']}: {facts['text']}", style="bold")
     where = f" ({facts['where']})" if facts["where"] else ""
-    by = f"; displaced by {facts['displaced_by']}, which is stated there" if facts["displaced_by"] else ""
+    by = (
+        f"; displaced by {facts['displaced_by']}, which is stated there"
+        if facts["displaced_by"]
+        else ""
+    )
     said = {
         "meaning": facts["comment"],
         "from": f"{facts['layer']}{where}{by}",
@@ -112,7 +141,8 @@ def _print_key(console: Console, facts: dict[str, Any]) -> None:
         "unit": facts["unit"],
         "null": "allowed" if facts["nullable"] else "not allowed",
         "MaxText": facts["maxtext"] or "no such key",
-        "fixes": ", ".join(f"the {what}" for what in facts["fixes"]) or "nothing: it may change on a resume",
+        "fixes": ", ".join(f"the {what}" for what in facts["fixes"])
+        or "nothing: it may change on a resume",
         "states": facts["part"],
     }
     for label, text in said.items():

@@ -27,9 +27,13 @@ _BLOCK_ROWS = 256
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")
     what.add_argument(
-        "--stats", action="store_true", help="print the figures of one epoch instead; of a mixture, of each source"
+        "--fingerprint", action="store_true", help="print the fingerprint of the samples instead"
+    )
+    what.add_argument(
+        "--stats",
+        action="store_true",
+        help="print the figures of one epoch instead; of a mixture, of each source",
     )
     what.add_argument(
         "--bad",
@@ -37,8 +41,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="list the records that are left out, cut or split, and why; reads all of them",
     )
     parser.add_argument("--first", type=whole(0), metavar="S", help="first sample (default 0)")
-    parser.add_argument("--count", type=count, metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
-    parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per sample")
+    parser.add_argument(
+        "--count", type=count, metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: one object, or one per sample"
+    )
 
 
 def run(args: Namespace) -> int:
@@ -51,13 +59,15 @@ def run(args: Namespace) -> int:
     recipe = config.recipe
     if recipe.is_sampled:
         raise ConfigError(
-            f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "
-            "works: batch_size=null, for documents"
+            f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a "
+            "stream of prompts; works: batch_size=null, for documents"
         )
     first = args.first or 0
     stop = first + (args.count or _DEFAULT_COUNT)
     if (args.stats or args.bad) and not (args.first is args.count is None):
-        flag, what = ("--stats", "counts a whole epoch") if args.stats else ("--bad", "reads all records")
+        flag, what = (
+            ("--stats", "counts a whole epoch") if args.stats else ("--bad", "reads all records")
+        )
         raise ConfigError(f"{flag}: {what}; leave out --first and --count")
     if args.bad:
         _print_bad(bad_records(config.stream), args.json)
@@ -68,7 +78,11 @@ def run(args: Namespace) -> int:
     elif args.fingerprint:
         begins = range(first, stop, _BLOCK_ROWS)
         digits = fingerprint(stream.read(begin, min(begin + _BLOCK_ROWS, stop)) for begin in begins)
-        print(json.dumps({"first": first, "count": stop - first, "fingerprint": digits}) if args.json else digits)
+        print(
+            json.dumps({"first": first, "count": stop - first, "fingerprint": digits})
+            if args.json
+            else digits
+        )
     elif args.json:
         for index in range(first, stop):
             print(json.dumps(_sample_record(stream, index)))
@@ -130,16 +144,25 @@ def _print_samples(stream: Stream, start: int, stop: int, chats: bool) -> None:
         sample = stream[index]
         segments = sample["segments"]
         filled = np.count_nonzero(segments)
-        head = f"== sample {index}  epoch {place.epoch}  row {place.row}  tokens {filled}/{len(segments)}"
+        head = (
+            f"== sample {index}  epoch {place.epoch}  row {place.row}  tokens "
+            f"{filled}/{len(segments)}"
+        )
         head += f"  segments {segments.max()}  loss_weight {sample['weights'].sum():g}"
         if place.source is not None:
             head += f"  source {place.source}"
         console.print(Text(head, style="bold"))
         for segment in range(1, int(segments.max()) + 1):
             of_segment = segments == segment
-            console.print(Text(f"-- segment {segment}  tokens {np.count_nonzero(of_segment)}", style="cyan"))
+            console.print(
+                Text(f"-- segment {segment}  tokens {np.count_nonzero(of_segment)}", style="cyan")
+            )
             ids, weights = sample["tokens"][of_segment], sample["weights"][of_segment]
-            console.print(_conversation(ids, weights, stream.tokenizer) if chats else _readable(ids, stream.tokenizer))
+            console.print(
+                _conversation(ids, weights, stream.tokenizer)
+                if chats
+                else _readable(ids, stream.tokenizer)
+            )
         if filled < len(segments):
             console.print(Text(f"-- padding {len(segments) - filled}", style="dim"))
 

@@ -11,10 +11,23 @@ from maxbatch.system.folding import folded_rows, printable, terminal_width
 from maxbatch.system.versions import computing_versions, installed
 
 _OTHERS = (
-    "numpy", "grain", "ml-dtypes", "orbax-checkpoint", "tokenizers", "transformers", "torch", "pyarrow", "gcsfs",
-    "s3fs", "optuna", "ray", "bokeh", "lm-eval",
-)  # fmt: skip
-_SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NCCL_", "MAXBATCH_")  # of variables of the environment
+    "numpy",
+    "grain",
+    "ml-dtypes",
+    "orbax-checkpoint",
+    "tokenizers",
+    "transformers",
+    "torch",
+    "pyarrow",
+    "gcsfs",
+    "s3fs",
+    "optuna",
+    "ray",
+    "bokeh",
+    "lm-eval",
+)
+# of variables of the environment
+_SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NCCL_", "MAXBATCH_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints versions, the machine, and the variables of the environment that change what runs."""
     machine = {"system": platform.platform(), "cores": str(os.cpu_count() or 1)}
     versions = computing_versions() | installed(_OTHERS)
-    variables = {name: text for name, text in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
-    rows = [(name, printable(text, keep="")) for name, text in (versions | machine | variables).items()]
+    variables = {
+        name: text for name, text in sorted(os.environ.items()) if name.startswith(_SETTINGS)
+    }
+    rows = [
+        (name, printable(text, keep="")) for name, text in (versions | machine | variables).items()
+    ]
     print("\n".join(folded_rows(rows, terminal_width())))
     return EXIT_DONE

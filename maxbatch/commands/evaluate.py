@@ -26,7 +26,10 @@ _STDERR = "_stderr"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    tasks = "tasks, groups or tags of lm-evaluation-harness, patterns, task files or folders of them, joined by commas"
+    tasks = (
+        "tasks, groups or tags of lm-evaluation-harness, patterns, task files or folders of them, "
+        "joined by commas"
+    )
     parser.add_argument("--tasks", required=True, metavar="TASK,...", help=tasks)
     path = "a folder of task files whose names --tasks may use"
     parser.add_argument("--include-path", metavar="DIR", help=path)
@@ -36,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help=limit)
     batch = "rows in one pass; no score depends on it (by their length)"
     parser.add_argument("--batch-size", type=count, metavar="N", help=batch)
-    template = "write requests in the chat template of the model's tokenizer, few-shot examples as messages"
+    template = (
+        "write requests in the chat template of the model's tokenizer, few-shot examples as "
+        "messages"
+    )
     parser.add_argument("--apply-chat-template", action="store_true", help=template)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
@@ -70,12 +76,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    table = PlainTable("task", "shots", "documents", "metric", "better", "filter", "value", "standard error")
+    table = PlainTable(
+        "task", "shots", "documents", "metric", "better", "filter", "value", "standard error"
+    )
     for task, metrics in found["results"].items():
         for name, metric, of_filter, value, error in _rows(metrics):
-            shots, documents = found["n-shot"].get(task, ""), found["n-samples"].get(task, {}).get("effective", "")
-            better = {True: "higher", False: "lower"}.get(found["higher_is_better"].get(task, {}).get(metric), "")
-            table.add_row(name or task, str(shots), str(documents), metric, better, of_filter, value, error)
+            shots, documents = (
+                found["n-shot"].get(task, ""),
+                found["n-samples"].get(task, {}).get("effective", ""),
+            )
+            better = {True: "higher", False: "lower"}.get(
+                found["higher_is_better"].get(task, {}).get(metric), ""
+            )
+            table.add_row(
+                name or task, str(shots), str(documents), metric, better, of_filter, value, error
+            )
     PipeConsole(highlight=False, soft_wrap=True).print(table)
 
 
@@ -92,4 +107,10 @@ def _rows(metrics: Mapping[str, object]) -> Sequence[tuple[str, str, str, str, s
 
 
 def _number(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else "" if value in (None, "N/A") else str(value)
+    return (
+        f"{value:.4f}"
+        if isinstance(value, int | float)
+        else ""
+        if value in (None, "N/A")
+        else str(value)
+    )

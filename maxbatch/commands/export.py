@@ -16,15 +16,28 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "a run folder, one of its checkpoints, a Hugging Face folder, or a MaxText checkpoint"
     parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")
-    form = "huggingface (default): as transformers and vLLM load it; maxtext: as MaxText does (extra maxtext)"
-    parser.add_argument("--format", choices=("huggingface", "maxtext"), default="huggingface", help=form)
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="the folder to write, new or empty"
+    )
+    form = (
+        "huggingface (default): as transformers and vLLM load it; maxtext: as MaxText does (extra "
+        "maxtext)"
+    )
+    parser.add_argument(
+        "--format", choices=("huggingface", "maxtext"), default="huggingface", help=form
+    )
     dtype = "of the tensors (those of the checkpoint)"
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
-    moved = "load_parameters_path=PATH: where the base model of a run's adapters is now, if it was moved"
+    moved = (
+        "load_parameters_path=PATH: where the base model of a run's adapters is now, if it was "
+        "moved"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=moved)
     add_averaged(parser)
-    adapter = "write the adapters of a run with lora_rank alone, as PEFT loads them (without it: merged into the model)"
+    adapter = (
+        "write the adapters of a run with lora_rank alone, as PEFT loads them (without it: merged "
+        "into the model)"
+    )
     parser.add_argument("--adapter", action="store_true", help=adapter)
 
 
@@ -34,15 +47,21 @@ def run(args: argparse.Namespace) -> int:
     base = stated_base(args.overrides)
     for text in args.overrides:
         if text.partition("=")[0].strip() != BASE_KEY:
-            raise ConfigError(f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH")
+            raise ConfigError(
+                f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH"
+            )
     from maxbatch.huggingface.export.model import export_model
     from maxbatch.huggingface.export.peft import export_adapters
     from maxbatch.maxtext.export import export_maxtext
 
     if args.format == "maxtext":
         if args.adapter:
-            raise ConfigError("--adapter: MaxText's form has no adapters alone; works: no --adapter")
-        print(printable(export_maxtext(model_of(args), args.output, args.dtype, args.averaged, base)))
+            raise ConfigError(
+                "--adapter: MaxText's form has no adapters alone; works: no --adapter"
+            )
+        print(
+            printable(export_maxtext(model_of(args), args.output, args.dtype, args.averaged, base))
+        )
         return EXIT_DONE
     export = export_adapters if args.adapter else export_model
     print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged, base))))

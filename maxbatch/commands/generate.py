@@ -14,7 +14,11 @@ from maxbatch.commands.arguments import add_model, check_overrides, count, model
 from maxbatch.config.base_path import stated_base
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import Bounds, shown
-from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
+from maxbatch.huggingface.folder.config_json import (
+    context_length,
+    end_tokens,
+    is_huggingface_folder,
+)
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
 from maxbatch.system.warning import note
@@ -31,36 +35,59 @@ _PLAIN_FORMATS = ("completion", "text")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
+    prompt = (
+        "text to continue, or with --chat a message; none: the beginning of a document, or a "
+        "conversation"
+    )
     parser.add_argument("--prompt", help=prompt)
-    chat = "ask by the chat template of the model's tokenizer; without --prompt: a conversation, from standard input"
+    chat = (
+        "ask by the chat template of the model's tokenizer; without --prompt: a conversation, "
+        "from standard input"
+    )
     parser.add_argument("--chat", action="store_true", help=chat)
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the message of the system before all others")
     parser.add_argument(
-        "--max-new-tokens", type=count, metavar="N",
-        help="most tokens to add (128), also beyond max_target_length: a full window continues from its last half; "
-        "with --chat: most tokens of an answer (512)",
-    )  # fmt: skip
+        "--system", metavar="TEXT", help="with --chat: the message of the system before all others"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=count,
+        metavar="N",
+        help="most tokens to add (128), also beyond max_target_length: a full window continues "
+        "from its last half; with --chat: most tokens of an answer (512)",
+    )
     temperature = "0: the likeliest token; 1: as trained (0.8)"
     parser.add_argument(
-        "--temperature", type=real(Bounds(0), "from 0 on", 0), default=0.8, metavar="T", help=temperature
+        "--temperature",
+        type=real(Bounds(0), "from 0 on", 0),
+        default=0.8,
+        metavar="T",
+        help=temperature,
     )
     top_k = "draw from the K likeliest; 0: all (0)"
     parser.add_argument("--top-k", type=whole(0), default=0, metavar="K", help=top_k)
     parser.add_argument(
-        "--top-p", type=real(Bounds(above=0, at_most=1), "above 0 and at most 1", 1), default=1.0, metavar="P",
+        "--top-p",
+        type=real(Bounds(above=0, at_most=1), "above 0 and at most 1", 1),
+        default=1.0,
+        metavar="P",
         help="draw from the likeliest that together have probability P (nucleus); 1: all (1)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="same seed, same text (0)")
+    )
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="same seed, same text (0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a prompt and its continuation by a run's newest checkpoint, or answers; returns 0."""
     if args.system is not None and not args.chat:
-        raise ConfigError(f"--system {shown(args.system)}: belongs to --chat; works: --chat --system ...")
+        raise ConfigError(
+            f"--system {shown(args.system)}: belongs to --chat; works: --chat --system ..."
+        )
     check_overrides(args.overrides, "generate takes one MODEL")
     if args.chat and args.prompt is not None and not args.prompt.strip():
-        raise ConfigError("--prompt: must not be empty beside --chat; works: a message, or no --prompt")
+        raise ConfigError(
+            "--prompt: must not be empty beside --chat; works: a message, or no --prompt"
+        )
     from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import tokenizer_of
     from maxbatch.sampling.chat import Chat
@@ -76,16 +103,22 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(config.stream)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
-    if is_huggingface_folder(args.model):  # a prompt of an imported model begins as its tokenizer states
+    # a prompt of an imported model begins as its tokenizer states
+    if is_huggingface_folder(args.model):
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *args.overrides])
     else:
         check_vocabulary(config, tokenizer.vocab_size)
     model = config.decoder
     _, params = restored(source, model)
-    ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from
+    # of a run: the end tokens of the model that it started from
+    ends = end_tokens(config.load_parameters_path)
     if args.chat:
-        rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
-        return _talk(Chat(params, tokenizer, model, rules, _context(config), args.system or ""), args)
+        rules = SamplingRules(
+            args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends
+        )
+        return _talk(
+            Chat(params, tokenizer, model, rules, _context(config), args.system or ""), args
+        )
     most = args.max_new_tokens or _TEXT_TOKENS
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, most, ends)
     prompt = args.prompt or ""
@@ -108,9 +141,12 @@ def _is_chat_model(config: Config, tokenizer: Tokenizer, path: str) -> bool:
 
 
 def _context(config: Config) -> int:
-    """Returns the most tokens of a conversation: a training row's, or more if the model's folder states more."""
+    """Returns the most tokens of a conversation: a training row's, or more if the model's folder
+    states more.
+    """
     return min(
-        context_length(config.decoder, config.load_parameters_path), max(config.max_target_length, _MOST_CONTEXT)
+        context_length(config.decoder, config.load_parameters_path),
+        max(config.max_target_length, _MOST_CONTEXT),
     )
 
 
@@ -130,15 +166,21 @@ def _talk(chat: Chat, args: argparse.Namespace) -> int:
             report(error)
         if chat.forgotten > forgotten:
             forgotten = chat.forgotten
-            note("note: the conversation no longer fits into the model's context: it sees all but the first "
-                 f"{forgotten} messages")  # fmt: skip
+            note(
+                "note: the conversation no longer fits into the model's context: it sees all but "
+                f"the first {forgotten} messages"
+            )
     if not is_asked and not on_terminal:
-        raise ConfigError("--chat: has no message; works: --prompt TEXT, a terminal, or lines on standard input")
+        raise ConfigError(
+            "--chat: has no message; works: --prompt TEXT, a terminal, or lines on standard input"
+        )
     return EXIT_DONE
 
 
 def print_answer(chat: Chat, message: str) -> None:
-    """Prints the answer to a message as it is sampled, and notes on standard error if it is empty or cut off."""
+    """Prints the answer to a message as it is sampled, and notes on standard error if it is empty
+    or cut off.
+    """
     answer = ""
     for piece in chat.say(message):
         print(_shown(piece), end="", flush=True)
@@ -151,7 +193,9 @@ def print_answer(chat: Chat, message: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yields the lines of standard input that are not blank; on a terminal with a prompt and line editing."""
+    """Yields the lines of standard input that are not blank; on a terminal with a prompt and line
+    editing.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin is not None and sys.stdin.isatty()

@@ -8,7 +8,14 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, real
+from maxbatch.commands.arguments import (
+    add_config,
+    check_at_most,
+    config_arguments,
+    config_of,
+    count,
+    real,
+)
 from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
@@ -29,18 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
     parser.add_argument("--hosts", type=count, metavar="H", help="plan for H hosts (default 1)")
-    slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
+    slices, samples = (
+        "slices of the devices (default 1)",
+        "samples in one pass over data that is not here",
+    )
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
-    survive = "show the same batch on every machine down to K slices fewer (hosts, if there is one slice)"
+    survive = (
+        "show the same batch on every machine down to K slices fewer (hosts, if there is one slice)"
+    )
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
-    topology = "plan for a TPU slice: v5p:4x4x4, or v5p-128; with --survive also compile for each machine"
+    topology = (
+        "plan for a TPU slice: v5p:4x4x4, or v5p-128; with --survive also compile for each machine"
+    )
     parser.add_argument("--topology", metavar="T", help=topology)
     failures = "print the checkpoint period for F failures a day"
     parser.add_argument("--failures-per-day", type=_positive(4), metavar="F", help=failures)
     save = "seconds that a checkpoint holds training up (default: as measured in run_dir, else 10)"
     parser.add_argument("--save-seconds", type=_positive(10), metavar="S", help=save)
-    step = "seconds of a full update of the last stage (default: by compiled_dir, or as measured in run_dir)"
+    step = (
+        "seconds of a full update of the last stage (default: by compiled_dir, or as measured in "
+        "run_dir)"
+    )
     time = parser.add_mutually_exclusive_group()
     time.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
     share = "assume a share F of the devices' peak, for the days and device-hours of the run"
@@ -80,11 +97,17 @@ def run(args: argparse.Namespace) -> int:
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
-    epoch = args.samples_per_epoch if "stream" in own else _samples_per_epoch(config, args.samples_per_epoch)
+    epoch = (
+        args.samples_per_epoch
+        if "stream" in own
+        else _samples_per_epoch(config, args.samples_per_epoch)
+    )
     check_epochs(config.plan, epoch)
     devices, slices = args.devices or 1, args.slices
     resume = _loaded_before(config)
-    plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch, resume=resume)
+    plan = BatchPlan.from_config(
+        config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch, resume=resume
+    )
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
@@ -100,9 +123,14 @@ def run(args: argparse.Namespace) -> int:
     model, peak = _model(config) if "model" not in own else {}, _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     timed = update_time(
-        config, plan, step_seconds=args.step_seconds, mfu=args.mfu, peak=peak,
-        flops_per_token=model.get("flops_per_token"), has_devices=has_devices,
-    )  # fmt: skip
+        config,
+        plan,
+        step_seconds=args.step_seconds,
+        mfu=args.mfu,
+        peak=peak,
+        flops_per_token=model.get("flops_per_token"),
+        has_devices=has_devices,
+    )
     time = run_time(plan, *timed) if timed else None
     period = _checkpoint_period(config, args, timed.update.seconds if timed else None)
     rows = _survival(config, args, plan, epoch) if args.survive else []
@@ -110,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
         import json
 
         unknown = dict.fromkeys(("num_parameters", "num_active_parameters", "flops_per_token"))
-        printed = plan.to_dict() | unknown | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
+        printed = (
+            plan.to_dict() | unknown | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
+        )
         printed |= time._asdict() if time else {}
         printed["warnings"] = warnings
         if own:
@@ -131,14 +161,20 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.system.terminal import PipeConsole
 
     console = PipeConsole()
-    of_own = "\n".join(f"{argument}: {name}, which only maxbatch.train can be given" for argument, name in own.items())
+    of_own = "\n".join(
+        f"{argument}: {name}, which only maxbatch.train can be given"
+        for argument, name in own.items()
+    )
     of_model = "\n".join(filter(None, (_in_words(model) if model else "", of_own)))
     of_model = f"{of_model}\n{_peak_in_words(peak, config.quantization)}"
     render_plan(plan, config.plan, of_model, console)
     if time and timed:
         console.print(f"\n{time.in_words(timed.num_devices)}", soft_wrap=True)
     if of_update:
-        console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
+        console.print(
+            f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} "
+            "(mean ± std)"
+        )
     if rows:
         from maxbatch.commands.surviving import render_survival
 
@@ -182,10 +218,15 @@ def _take_topology(config: Config, args: argparse.Namespace) -> Config:
 
     sold = stated_slice(args.topology)
     args.topology = str(sold)
-    for flag, value in (("--devices", args.devices), ("--hosts", args.hosts if args.hosts > 1 else None)):
+    for flag, value in (
+        ("--devices", args.devices),
+        ("--hosts", args.hosts if args.hosts > 1 else None),
+    ):
         if value is not None:
-            raise ConfigError(f"{flag} {value}: must not be given beside --topology, which has its own; "
-                              f"works: --topology {args.topology}")  # fmt: skip
+            raise ConfigError(
+                f"{flag} {value}: must not be given beside --topology, which has its own; "
+                f"works: --topology {args.topology}"
+            )
     args.devices, args.hosts = sold.num_devices * args.slices, sold.num_hosts * args.slices
     if args.survive is None:
         return config
@@ -196,7 +237,9 @@ def _take_topology(config: Config, args: argparse.Namespace) -> Config:
     return config
 
 
-def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: int | None) -> list[SurvivingMachine]:
+def _survival(
+    config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: int | None
+) -> list[SurvivingMachine]:
     from maxbatch.commands.surviving import survivors
     from maxbatch.plan.survival import Machine
 
@@ -204,8 +247,10 @@ def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: 
     rows = survivors(config, machine, args.survive, epoch, args.topology)
     batches = {row.plan.global_batch_size_to_train_on for row in rows if row.plan}
     if len(batches) > 1:
-        warn("the batch is stated per device, so a smaller machine trains on a smaller batch; "
-             f"global_batch_size={plan.global_batch_size_to_train_on} keeps it")  # fmt: skip
+        warn(
+            "the batch is stated per device, so a smaller machine trains on a smaller batch; "
+            f"global_batch_size={plan.global_batch_size_to_train_on} keeps it"
+        )
     return rows
 
 
@@ -213,11 +258,15 @@ def _positive(works: float) -> Callable[[str], object]:
     return real(Bounds(1e-6, 1e9), "from 1e-6 to 1e9", works)
 
 
-def _checkpoint_period(config: Config, args: argparse.Namespace, step_seconds: float | None) -> CheckpointPeriod | None:
+def _checkpoint_period(
+    config: Config, args: argparse.Namespace, step_seconds: float | None
+) -> CheckpointPeriod | None:
     if args.failures_per_day is None:
         if args.save_seconds is not None:
-            raise ConfigError(f"--save-seconds {args.save_seconds}: must be given beside --failures-per-day; works: "
-                              f"--save-seconds {args.save_seconds} --failures-per-day 4")  # fmt: skip
+            raise ConfigError(
+                f"--save-seconds {args.save_seconds}: must be given beside --failures-per-day; "
+                f"works: --save-seconds {args.save_seconds} --failures-per-day 4"
+            )
         return None
     from maxbatch.plan.checkpoint_period import period_for
     from maxbatch.runs.sessions import mean_seconds, read_sessions
@@ -226,8 +275,10 @@ def _checkpoint_period(config: Config, args: argparse.Namespace, step_seconds: f
     measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
     period = period_for(args.failures_per_day, args.save_seconds, step_seconds, measured)
     if period.save_seconds_source == "assumed":
-        note(f"a checkpoint is assumed to hold training up for {period.save_seconds:g} s, since {config.run_dir} has "
-             "no sessions to measure it; --save-seconds states it")  # fmt: skip
+        note(
+            f"a checkpoint is assumed to hold training up for {period.save_seconds:g} s, since "
+            f"{config.run_dir} has no sessions to measure it; --save-seconds states it"
+        )
     return period
 
 
@@ -256,7 +307,10 @@ def _model(config: Config) -> dict[str, int]:
 def _in_words(model: dict[str, int]) -> str:
     size, active = model["num_parameters"], model["num_active_parameters"]
     of_token = f", {active:,} of them active per token" if active != size else ""
-    return f"model: {size:,} parameters{of_token}; {model['flops_per_token']:,} FLOPs per token of training"
+    return (
+        f"model: {size:,} parameters{of_token}; {model['flops_per_token']:,} FLOPs per token of "
+        "training"
+    )
 
 
 def _known_peak(config: Config, topology: str | None) -> Peak | None:
@@ -270,7 +324,11 @@ def _known_peak(config: Config, topology: str | None) -> Peak | None:
 def _peak_in_words(peak: Peak | None, quantization: str) -> str:
     if peak:
         return f"MFU refers to {peak.in_words()}"
-    where = f"{quantization} peak, or bfloat16's if its chip has none" if quantization else "bfloat16 peak"
+    where = (
+        f"{quantization} peak, or bfloat16's if its chip has none"
+        if quantization
+        else "bfloat16 peak"
+    )
     return f"MFU refers to the device's {where}"
 
 
@@ -284,7 +342,10 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
     from maxbatch.data.store.cache_folder import cache_folder
 
     may_be_mixture = bool(config.dataset_path or config.eval_dataset_path)
-    may_be_cached = config.dataset_type in ("synthetic", *STORES) or cache_folder(config.data_cache_dir).is_dir()
+    may_be_cached = (
+        config.dataset_type in ("synthetic", *STORES)
+        or cache_folder(config.data_cache_dir).is_dir()
+    )
     if not may_be_mixture and (stated or not may_be_cached):
         return stated
     from maxbatch.data.stream.epoch_lengths import remembered_length
@@ -299,13 +360,25 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
 
 
 def _epochs_of_default_data(config: Config, plan: BatchPlan, stated: int | None) -> list[str]:
-    """Returns a warning about many epochs of the default data: the run's own data was not stated."""
-    is_default = config.dataset_type == "python_stdlib" and not config.dataset_path and stated is None
-    if not is_default or plan.epochs is None or plan.samples_per_epoch is None or plan.epochs <= _MOST_EPOCHS:
+    """Returns a warning about many epochs of the default data: the run's own data was not
+    stated.
+    """
+    is_default = (
+        config.dataset_type == "python_stdlib" and not config.dataset_path and stated is None
+    )
+    if (
+        not is_default
+        or plan.epochs is None
+        or plan.samples_per_epoch is None
+        or plan.epochs <= _MOST_EPOCHS
+    ):
         return []
     size = f"{plan.samples_per_epoch:,} samples"
-    return [f"the run takes {plan.epochs:,.0f} epochs of dataset_type=python_stdlib, the default data of {size}; state "
-            "dataset_type and dataset_path, or --samples-per-epoch N for data that is not here"]  # fmt: skip
+    return [
+        f"the run takes {plan.epochs:,.0f} epochs of dataset_type=python_stdlib, the default data "
+        f"of {size}; state dataset_type and dataset_path, or --samples-per-epoch N for data that "
+        "is not here"
+    ]
 
 
 def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
@@ -313,7 +386,9 @@ def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
     from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 
     trained = trained_tokens_if_cached(config.stream)
-    return trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None
+    return (
+        trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None
+    )
 
 
 def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:

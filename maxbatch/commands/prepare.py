@@ -7,7 +7,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection
 
-from maxbatch.commands.arguments import add_config, add_ray, config_of, count, place, ray_cluster, whole
+from maxbatch.commands.arguments import (
+    add_config,
+    add_ray,
+    config_of,
+    count,
+    place,
+    ray_cluster,
+    whole,
+)
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
@@ -17,7 +25,13 @@ from maxbatch.data.store.builder import Build, build_store, content_of, num_core
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import open_held_out
 from maxbatch.data.store.skipped import skipped_text
-from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
+from maxbatch.data.store.token_store import (
+    TokenStore,
+    load_folder,
+    open_folder,
+    signatures,
+    was_prepared,
+)
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
@@ -29,7 +43,8 @@ from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.system.warning import note
 
 _MOST_WORKERS = 1024
-_RETRIES = 5  # of a task on a cluster: a tokenizer that crashes its worker process must not do so for ever
+# of a task on a cluster: a tokenizer that crashes its worker process must not do so for ever
+_RETRIES = 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,8 +57,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         where.add_argument(flag, type=place, metavar="FOLDER", help=what)
     shard = "approximate tokens per file (default: one file; in a bucket 2^30)"
     parser.add_argument("--shard-tokens", type=count, metavar="N", help=shard)
-    most = "most processes that tokenise (default: the cores), or most tasks of --ray (default: as many as fit)"
-    parser.add_argument("--workers", type=whole(1, _MOST_WORKERS, works=num_cores()), metavar="N", help=most)
+    most = (
+        "most processes that tokenise (default: the cores), or most tasks of --ray (default: as "
+        "many as fit)"
+    )
+    parser.add_argument(
+        "--workers", type=whole(1, _MOST_WORKERS, works=num_cores()), metavar="N", help=most
+    )
     add_ray(parser, "the tokenising")
 
 
@@ -57,7 +77,9 @@ def run(args: Namespace) -> int:
     config = config_of(args, needs=["stream"]).stream
     if args.verify is not None:
         if args.ray is not None or args.resources:
-            raise ConfigError("--ray: --verify reads on this machine alone; works: --verify without --ray")
+            raise ConfigError(
+                "--ray: --verify reads on this machine alone; works: --verify without --ray"
+            )
         _verify(args.verify)
         return 0
     _check_dataset(config)
@@ -66,7 +88,9 @@ def run(args: Namespace) -> int:
     held_out = open_held_out(config, tokenizer)
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
-    store = _unchanged(folder, source, lambda: signatures(source, tokenizer, config, content_of(held_out)) or ())
+    store = _unchanged(
+        folder, source, lambda: signatures(source, tokenizer, config, content_of(held_out)) or ()
+    )
     if store is not None:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
@@ -77,7 +101,9 @@ def run(args: Namespace) -> int:
             bytes_bar(source.size, "tokenising") as progress,
         ):
             workers = args.workers or (cluster.num_slots if cluster else num_cores())
-            build = Build(source, tokenizer, config, workers, progress, args.shard_tokens, cluster, held_out)
+            build = Build(
+                source, tokenizer, config, workers, progress, args.shard_tokens, cluster, held_out
+            )
             store = build_store(folder, build)
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))
@@ -87,22 +113,30 @@ def run(args: Namespace) -> int:
 
 def _check_dataset(config: StreamConfig) -> None:
     if config.dataset_type in ("synthetic", *STORES):
-        what = "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
+        what = (
+            "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
+        )
         stated = [f"{name}={config[name]}" for name in ("dataset_type", "dataset_path")]
-        works = shlex.join(["maxbatch", "train", *stated]) if config.dataset_path else "dataset_type=python_stdlib"
+        works = (
+            shlex.join(["maxbatch", "train", *stated])
+            if config.dataset_path
+            else "dataset_type=python_stdlib"
+        )
         raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: {works}")
     sources = read_mixture(config)
     if sources is not None:
         raise ConfigError(
-            f"dataset_path={shown(repr(config.dataset_path))}: a mixture is prepared source by source, each into its "
-            f"own folder; works: dataset_path={shlex.quote(str(sources[0].config.dataset_path))}"
+            f"dataset_path={shown(repr(config.dataset_path))}: a mixture is prepared source by "
+            "source, each into its own folder; works: "
+            f"dataset_path={shlex.quote(str(sources[0].config.dataset_path))}"
         )
 
 
 def _unchanged(
     folder: AnyPath, source: DocumentSource, signatures: Callable[[], Collection[str | None]]
 ) -> TokenStore | None:
-    """Returns the store in the output folder if it has one of the signatures, which are those of the dataset.
+    """Returns the store in the output folder if it has one of the signatures, which are those of
+    the dataset.
 
     Raises:
       ConfigError: the folder has other files, or another dataset's store.
@@ -110,14 +144,17 @@ def _unchanged(
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise ConfigError(f"--output {folder}: is not a folder; works: --output {shlex.quote(f'{folder}-tokens')}")
+        raise ConfigError(
+            f"--output {folder}: is not a folder; works: --output {shlex.quote(f'{folder}-tokens')}"
+        )
     if (store := open_folder(folder)) is not None:
         if store.manifest["signature"] in signatures():
-            return store if store.blocks is not None else None  # one without hashes is made again, which adds them
+            # one without hashes is made again, which adds them
+            return store if store.blocks is not None else None
         if store.manifest.get("place", source.place) != source.place:
             raise ConfigError(
-                f"--output {folder}: holds another dataset's store ({_figures(store)}); remove it, or give another "
-                f"folder; works: --output {shlex.quote(f'{folder}-2')}"
+                f"--output {folder}: holds another dataset's store ({_figures(store)}); remove "
+                f"it, or give another folder; works: --output {shlex.quote(f'{folder}-2')}"
             )
         note(f"--output {folder}: replaces {_figures(store)}, of older content or other settings")
         return None
@@ -137,7 +174,9 @@ def _verify(text: str) -> None:
     except StoreRefused:  # an object store that refuses or does not answer
         raise
     except ConfigError as error:
-        raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one: {error}") from error
+        raise ConfigError(
+            f"--verify {shown(text)}: not a prepared dataset, or a damaged one: {error}"
+        ) from error
     store.verify()
     print(printable(f"intact: {_figures(store)} in {text}"))
 
@@ -146,20 +185,27 @@ def _figures(store: TokenStore) -> str:
     manifest = store.manifest
     figures = f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
     if manifest["skipped_records"]:
-        figures += f", {skipped_text(manifest['skipped_records'], manifest.get('skipped_reasons', {}))}"
+        figures += (
+            f", {skipped_text(manifest['skipped_records'], manifest.get('skipped_reasons', {}))}"
+        )
     return figures
 
 
 def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> None:
-    """Prints the command that trains on the folder: the typed arguments without those that the folder fixes."""
+    """Prints the command that trains on the folder: the typed arguments without those that the
+    folder fixes.
+    """
     settings = {"dataset_type": "tokens", "dataset_path": args.output}
     if config.vocab_size < tokenizer.vocab_size:
         settings["vocab_size"] = str(tokenizer.vocab_size)
     if config.deduplicate:
-        settings["deduplicate"] = "false"  # the folder has no duplicates, and a prepared one takes no other value
+        # the folder has no duplicates, and a prepared one takes no other value
+        settings["deduplicate"] = "false"
     if config.eval_dataset_path:
         settings["eval_dataset_path"] = f"{args.output}-eval"
-        of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})
+        of_eval = _restated(
+            args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""}
+        )
         print("prepare the held-out data with a command of their own:")
         command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
         print(printable("  " + shlex.join(command)))

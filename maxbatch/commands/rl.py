@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
         config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
         if not config.recipe.is_sampled:
             raise ConfigError(
-                "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
-                "configs/post_train/rl.yml"
+                "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, "
+                "or a config built on configs/post_train/rl.yml"
             )
     if args.simulate_hosts:
         return run_on_simulated_hosts("rl", args, config)

@@ -9,7 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_model, add_simulated_devices, check_overrides, model_of, simulate_devices
+from maxbatch.commands.arguments import (
+    add_model,
+    add_simulated_devices,
+    check_overrides,
+    model_of,
+    simulate_devices,
+)
 from maxbatch.config.rules import likely_type
 from maxbatch.config.sections import RECORD_TYPES
 from maxbatch.config.values import shown
@@ -30,7 +36,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(
         parser,
-        file="jsonl, json, csv, tsv or parquet: records with text, tokens (ids), messages, or prompt and completion",
+        file="jsonl, json, csv, tsv or parquet: records with text, tokens (ids), messages, or "
+        "prompt and completion",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
@@ -48,7 +55,15 @@ def run(args: argparse.Namespace) -> int:
     model = LoadedModel(model_of(args), args.overrides, args.averaged)
     data = model.config
     source = DocumentSource(
-        kind, "FILE", args.file, files, (), None, "", data.skip_bad_records, record_fields=data.record_fields
+        kind,
+        "FILE",
+        args.file,
+        files,
+        (),
+        None,
+        "",
+        data.skip_bad_records,
+        record_fields=data.record_fields,
     )
     documents = list(source.documents())
     kept = [document for document in documents if document.utf8]
@@ -58,7 +73,11 @@ def run(args: argparse.Namespace) -> int:
         found = model.score([json.loads(document.utf8) for document in kept])
     except RecordFault as fault:
         raise source.bad_record(kept[fault.number - 1], fault.problem) from fault
-    skipped = [(source.record_number(document), document.reason) for document in documents if not document.utf8]
+    skipped = [
+        (source.record_number(document), document.reason)
+        for document in documents
+        if not document.utf8
+    ]
     reasons = Counter(kind_of(reason) for _, reason in skipped)
     for record in found.skipped:
         reason = record.reason
@@ -77,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _figures(found: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int, str]]) -> dict[str, object]:
+def _figures(
+    found: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int, str]]
+) -> dict[str, object]:
     """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
     rows = [
         {
@@ -89,7 +110,12 @@ def _figures(found: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int,
         for number, score in zip(numbers, found.records, strict=True)
     ]
     left_out = [{"record": number, "reason": reason} for number, reason in skipped]
-    return {"records": rows, "loss": found.loss, "perplexity": found.perplexity, "skipped_records": left_out}
+    return {
+        "records": rows,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "skipped_records": left_out,
+    }
 
 
 def _finite(number: float) -> float | None:

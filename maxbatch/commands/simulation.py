@@ -1,7 +1,7 @@
 """Simulated hosts: processes over loopback.
 
-They use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them as children; none
-outlives it.
+They use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them as
+children; none outlives it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,28 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
     check_divides("--simulate-hosts ", num_hosts, num_devices)
 
 
-def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, heartbeat_timeout_s: int) -> int:
+def run_hosts(
+    arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, heartbeat_timeout_s: int
+) -> int:
     """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
 
-    The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
-    hosts agree on the update after which they stop. Returns the exit code of the run. `last_saved` returns the newest
-    saved step, from which the same command continues after a host was killed. A stopped host (SIGSTOP) counts as dead,
-    like a machine that hangs.
+    The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT
+    are passed on; the hosts agree on the update after which they stop. Returns the exit code of the
+    run. `last_saved` returns the newest saved step, from which the same command continues after a
+    host was killed. A stopped host (SIGSTOP) counts as dead, like a machine that hangs.
     """
     port = free_port()
-    with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
+    with (
+        Stopping("after the update that the hosts agree on") as stop,
+        contextlib.ExitStack() as closing,
+    ):
         logs = [closing.enter_context(tempfile.TemporaryFile()) for _ in range(1, num_hosts)]
         hosts: list[subprocess.Popen[bytes]] = []
         closing.callback(_end, hosts)
         for index, output in enumerate([None, *logs]):
-            hosts.append(start_child(arguments, output, variables=variables_of_host(port, num_hosts, index)))
+            hosts.append(
+                start_child(arguments, output, variables=variables_of_host(port, num_hosts, index))
+            )
         stopped = _Stopped(hosts, heartbeat_timeout_s)
         failed = _first_failed(hosts, stop, stopped)
         if stopped.dead is not None:
@@ -65,8 +72,8 @@ def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, h
 class _Stopped:
     """The hosts that are stopped, and since when.
 
-    The first host watches the others and ends with a report, and they watch it and end. So this process, which sees
-    all of them, leaves them that time.
+    The first host watches the others and ends with a report, and they watch it and end. So this
+    process, which sees all of them, leaves them that time.
     """
 
     def __init__(self, hosts: Sequence[subprocess.Popen[bytes]], heartbeat_timeout_s: int) -> None:
@@ -77,12 +84,18 @@ class _Stopped:
         self.dead: int | None = None  # a host that has been stopped for too long
 
     def look(self, is_over: bool) -> None:
-        """Looks for a host stopped for too long; `is_over`: another host has ended before it was done."""
+        """Looks for a host stopped for too long; `is_over`: another host has ended before it was
+        done.
+        """
         now = time.monotonic()
         if now - self._looked_at > _GAP_S:  # this process was stopped with them
             self._since = {}
         self._looked_at = now
-        stopped = [index for index, host in enumerate(self._hosts) if host.poll() is None and is_stopped(host.pid)]
+        stopped = [
+            index
+            for index, host in enumerate(self._hosts)
+            if host.poll() is None and is_stopped(host.pid)
+        ]
         self._since = {index: self._since.get(index, now) for index in stopped}
         for index, since in self._since.items():
             if now - since >= (_STOPPED_S if is_over else self._limits[index]):
@@ -90,8 +103,12 @@ class _Stopped:
                 return
 
 
-def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stopped: _Stopped) -> int | None:
-    """Waits until a host fails, and returns its index, or until all end without failure or one is dead."""
+def _first_failed(
+    hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stopped: _Stopped
+) -> int | None:
+    """Waits until a host fails, and returns its index, or until all end without failure or one is
+    dead.
+    """
     is_told, first_ended = False, math.inf
     while True:
         codes = [host.poll() for host in hosts]
@@ -112,21 +129,31 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stop
         time.sleep(_POLL_S)
 
 
-def _end_stopped(stopped: int, hosts: Sequence[subprocess.Popen[bytes]], last_saved: LastSaved) -> int:
-    """Ends all hosts after one was stopped too long; reports it unless the first did; returns the exit code."""
+def _end_stopped(
+    stopped: int, hosts: Sequence[subprocess.Popen[bytes]], last_saved: LastSaved
+) -> int:
+    """Ends all hosts after one was stopped too long; reports it unless the first did; returns the
+    exit code.
+    """
     if stopped:
         with contextlib.suppress(subprocess.TimeoutExpired):
             hosts[0].wait(_GRACE_S)
     _end(hosts)
     if stopped and hosts[0].returncode > 0:
         return hosts[0].returncode
-    message, code = death_of(stopped, len(hosts), "has died: it is stopped (heartbeat_timeout_s)", last_saved)
+    message, code = death_of(
+        stopped, len(hosts), "has died: it is stopped (heartbeat_timeout_s)", last_saved
+    )
     report(TrainingError(message))
     return code
 
 
-def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: LastSaved) -> int:
-    """Ends all hosts after one has failed, reports it unless the first host did, and returns the exit code."""
+def _end_after(
+    failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: LastSaved
+) -> int:
+    """Ends all hosts after one has failed, reports it unless the first host did, and returns the
+    exit code.
+    """
     code = hosts[failed].returncode
     if code > 0:  # it notified the others, and the first host prints why
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -138,7 +165,12 @@ def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str,
         message, code = death_of(failed, len(hosts), how, last_saved)
         report(TrainingError(message))
     elif hosts[0].returncode <= 0:
-        report(TrainingError(f"host {failed} of {len(hosts)} ended with exit code {code}{said}; all hosts were ended"))
+        report(
+            TrainingError(
+                f"host {failed} of {len(hosts)} ended with exit code {code}{said}; all hosts were "
+                "ended"
+            )
+        )
     return code
 
 

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 
 _OF_BATCH = (
-    "global_batch_size_to_train_on", "per_device_batch_size", "gradient_accumulation_steps",
-    "micro_batch_size_to_train_on", "padded_slots_per_step", "padded_share",
-)  # fmt: skip
+    "global_batch_size_to_train_on",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "micro_batch_size_to_train_on",
+    "padded_slots_per_step",
+    "padded_share",
+)
 
 
 class UpdateFigures(NamedTuple):
-    """The compiler's figures of the update that needs the most memory, by their names in `plan --json`."""
+    """The compiler's figures of the update that needs the most memory, by their names in `plan
+    --json`.
+    """
 
     hbm_bytes_needed: int | None
     hbm_bytes_available: int | None
@@ -36,19 +42,34 @@ class SurvivingMachine(NamedTuple):
     machine: Machine
     plan: BatchPlan | None  # None if the run is refused there
     refusal: str | None  # why; None if it is not
-    figures: UpdateFigures | None  # None without `--topology`, or if the run is refused or the slice is not whole
+    # None without `--topology`, or if the run is refused or the slice is not whole
+    figures: UpdateFigures | None
 
     def to_dict(self) -> dict[str, object]:
         """Returns the row for `plan --json`."""
         machine = self.machine
-        numbers = {"slices": machine.num_slices, "hosts": machine.num_hosts, "devices": machine.num_devices}
+        numbers = {
+            "slices": machine.num_slices,
+            "hosts": machine.num_hosts,
+            "devices": machine.num_devices,
+        }
         batch = {name: getattr(self.plan, name, None) for name in _OF_BATCH}
-        batch = {name: float(value) if isinstance(value, Fraction) else value for name, value in batch.items()}
-        return numbers | batch | {"refusal": self.refusal} | (self.figures._asdict() if self.figures else {})
+        batch = {
+            name: float(value) if isinstance(value, Fraction) else value
+            for name, value in batch.items()
+        }
+        return (
+            numbers
+            | batch
+            | {"refusal": self.refusal}
+            | (self.figures._asdict() if self.figures else {})
+        )
 
 
 def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Config, Machine]:
-    """Returns the config with the compiler flags of a topology's chip, and the topology's slices as numbers."""
+    """Returns the config with the compiler flags of a topology's chip, and the topology's slices as
+    numbers.
+    """
     from maxbatch.commands.targets import with_flags_of
     from maxbatch.training.compile.flags import state_flags
     from maxbatch.training.compile.target import find_target
@@ -60,7 +81,11 @@ def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Co
 
 
 def survivors(
-    config: Config, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
+    config: Config,
+    machine: Machine,
+    survive: int,
+    samples_per_epoch: int | None,
+    topology: str | None,
 ) -> list[SurvivingMachine]:
     """Returns a row for the machine, and for the machine without 1 to `survive` of its parts.
 
@@ -71,16 +96,24 @@ def survivors(
     for left in smaller_machines(machine, survive):
         try:
             plan = BatchPlan.from_config(
-                config, left.num_devices, left.num_hosts, num_slices=left.num_slices,
+                config,
+                left.num_devices,
+                left.num_hosts,
+                num_slices=left.num_slices,
                 samples_per_epoch=samples_per_epoch,
-            )  # fmt: skip
+            )
         except ConfigError as error:
             found.append(SurvivingMachine(left, None, str(error), None))
             continue
         # The compiler knows no part of a slice.
         has_program = topology and (machine.num_slices > 1 or left == machine)
         found.append(
-            SurvivingMachine(left, plan, None, _figures(config, topology, left.num_slices) if has_program else None)
+            SurvivingMachine(
+                left,
+                plan,
+                None,
+                _figures(config, topology, left.num_slices) if has_program else None,
+            )
         )
     return found
 
@@ -93,7 +126,9 @@ def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFig
     target = find_target(topology, num_slices)
     done = largest_update(config, target, plan_on(config, target))
     verdict = done.verdict
-    return UpdateFigures(verdict.needed_bytes, verdict.available_bytes, verdict.fits, done.modelled.modelled_step_s)
+    return UpdateFigures(
+        verdict.needed_bytes, verdict.available_bytes, verdict.fits, done.modelled.modelled_step_s
+    )
 
 
 def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
@@ -102,21 +137,35 @@ def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
     from maxbatch.system.terminal import PlainTable
 
     is_compiled = any(one.figures for one in rows)
-    heads = ["slices", "hosts", "devices", "rows per device", "accumulation", "global batch", "padded share"]
+    heads = [
+        "slices",
+        "hosts",
+        "devices",
+        "rows per device",
+        "accumulation",
+        "global batch",
+        "padded share",
+    ]
     heads += ["needed", "available", "modelled step"] if is_compiled else []
     table = PlainTable(*heads, justify="right")
     of_batch = (*_OF_BATCH[1:3], _OF_BATCH[0])
     for row in rows:
         machine, plan = row.machine, row.plan
         numbers = (machine.num_slices, machine.num_hosts, machine.num_devices)
-        cells = [number_text(value) for value in (*numbers, *(getattr(plan, name, None) for name in of_batch))]
+        cells = [
+            number_text(value)
+            for value in (*numbers, *(getattr(plan, name, None) for name in of_batch))
+        ]
         cells.append(f"{plan.padded_share:.2%}" if plan else "refused")
         table.add_row(*cells, *(_figure_cells(row.figures) if is_compiled else []))
     console.print()
     console.print(table)
     for row in rows:
         if row.refusal:
-            console.print(f"refused on {row.machine.num_units} {row.machine.unit}: {row.refusal}", soft_wrap=True)
+            console.print(
+                f"refused on {row.machine.num_units} {row.machine.unit}: {row.refusal}",
+                soft_wrap=True,
+            )
 
 
 def _figure_cells(figures: UpdateFigures | None) -> list[str]:

@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, add_simulated_devices, config_of, count, simulate_devices
+from maxbatch.commands.arguments import (
+    add_config,
+    add_simulated_devices,
+    config_of,
+    count,
+    simulate_devices,
+)
 from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.survival import Machine, smaller_machines
@@ -22,7 +28,10 @@ if TYPE_CHECKING:
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the config and the flags that name the devices."""
     add_config(parser)
-    topology = "a TPU slice that is not here, in chips (v5p:4x4x4) or by Google's name (v5p-128); default: this machine"
+    topology = (
+        "a TPU slice that is not here, in chips (v5p:4x4x4) or by Google's name (v5p-128); "
+        "default: this machine"
+    )
     parser.add_argument("--topology", metavar="T", help=topology)
     slices = "slices of that topology (default 1)"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
@@ -31,7 +40,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
-    """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
+    """Returns the config and the devices that the flags name; raises ConfigError if the flags
+    contradict each other.
+    """
     config = config_before_devices(args)
     target = find_target(args.topology, args.slices)
     return with_flags_of(config, target), target
@@ -46,8 +57,10 @@ def config_before_devices(args: argparse.Namespace) -> Config:
     config = config_of(args)
     check_batch_keys(config.plan)
     if args.topology and args.simulate_devices:
-        raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
-                          f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
+        raise ConfigError(
+            f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, "
+            f"which says how many devices there are; works: --topology {args.topology}"
+        )
     simulate_devices(args.simulate_devices)
     sold = stated_slice(args.topology) if args.topology else None
     args.topology = str(sold) if sold else None
@@ -69,9 +82,13 @@ def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Targ
     if args.survive is None:
         return []
     if not args.topology or args.slices == 1:
-        raise ConfigError(f"--survive {args.survive}: counts slices of a topology here, and there is one; works: "
-                          f"--topology {args.topology or 'v5e:16x16'} --slices {args.survive + 1}")  # fmt: skip
-    machines = smaller_machines(Machine(len(target.devices), target.num_hosts, args.slices), args.survive)
+        raise ConfigError(
+            f"--survive {args.survive}: counts slices of a topology here, and there is one; works: "
+            f"--topology {args.topology or 'v5e:16x16'} --slices {args.survive + 1}"
+        )
+    machines = smaller_machines(
+        Machine(len(target.devices), target.num_hosts, args.slices), args.survive
+    )
     return [(find_target(args.topology, left.num_slices), left.num_slices) for left in machines[1:]]
 
 
@@ -87,12 +104,18 @@ def plan_on(config: Config, target: Target) -> BatchPlan:
     shape = checked_mesh_shape(config.plan, config.decoder, target.devices)
     epoch = samples_per_epoch_if_cached(config.stream)
     return BatchPlan.from_config(
-        config, shape.num_devices, target.num_hosts, num_slices=shape.num_slices, samples_per_epoch=epoch
+        config,
+        shape.num_devices,
+        target.num_hosts,
+        num_slices=shape.num_slices,
+        samples_per_epoch=epoch,
     )
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:
-    """Prints the modelled time of programs by the compiler's clock, and the most expensive operations."""
+    """Prints the modelled time of programs by the compiler's clock, and the most expensive
+    operations.
+    """
     from rich.table import Table
 
     from maxbatch.system.terminal import PipeConsole
@@ -101,17 +124,37 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
     timed = {name: one for name, one in programs.items() if one.modelled_step_s is not None}
     if not timed:
         return
-    columns = ("program", "compute", "kernels", "hidden", "exposed", "run", "tokens/s per device", "MFU")
-    table = Table(*columns, title="modelled time of a run: a model of the compiler's schedule, nothing is measured")
+    columns = (
+        "program",
+        "compute",
+        "kernels",
+        "hidden",
+        "exposed",
+        "run",
+        "tokens/s per device",
+        "MFU",
+    )
+    table = Table(
+        *columns,
+        title="modelled time of a run: a model of the compiler's schedule, nothing is measured",
+    )
     for name, one in timed.items():
-        cycles = (f"{(count or 0) / 1e6:,.1f}M" for count in (one.compute_cycles, one.kernel_cycles))
+        cycles = (
+            f"{(count or 0) / 1e6:,.1f}M" for count in (one.compute_cycles, one.kernel_cycles)
+        )
         sent = map(gigabytes, (one.hidden_collective_bytes, one.exposed_collective_bytes))
         rate, mfu = one.modelled_tokens_per_second_per_device, one.modelled_mfu
         rates = ("" if rate is None else f"{rate:,.0f}", "" if mfu is None else f"{mfu:.1%}")
         table.add_row(name, *cycles, *sent, f"{(one.modelled_step_s or 0) * 1e3:,.1f} ms", *rates)
     PipeConsole().print(table)
     name, largest = max(timed.items(), key=lambda pair: pair[1].modelled_step_s or 0)
-    dearest = Table("cycles", "share", "operation", "source", title=f"most expensive operations of {name} (modelled)")
+    dearest = Table(
+        "cycles",
+        "share",
+        "operation",
+        "source",
+        title=f"most expensive operations of {name} (modelled)",
+    )
     busy = (largest.compute_cycles or 0) + (largest.kernel_cycles or 0)
     for operation in largest.operations:
         share = f"{operation.cycles / max(1, busy):.1%}"

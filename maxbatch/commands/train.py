@@ -13,7 +13,10 @@ from maxbatch.system.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    tiny = "try the config on this machine: a tiny model of its form, synthetic data, and a look at the real data"
+    tiny = (
+        "try the config on this machine: a tiny model of its form, synthetic data, and a look at "
+        "the real data"
+    )
     parser.add_argument("--try", action="store_true", dest="is_trial", help=tiny)
 
 
@@ -39,7 +42,9 @@ def _try(config: Config, args: argparse.Namespace) -> int:
 
     if args.simulate_devices or args.simulate_hosts:
         flag = "--simulate-devices" if args.simulate_devices else "--simulate-hosts"
-        raise ConfigError(f"{flag}: must not be given beside --try, which makes the devices that the mesh needs")
+        raise ConfigError(
+            f"{flag}: must not be given beside --try, which makes the devices that the mesh needs"
+        )
     trial = make_trial(config)
     simulate_devices(trial.num_devices)
     return try_run(config, trial)

@@ -1,4 +1,6 @@
-"""A run of `maxbatch train` or `maxbatch rl`: in this process, on its share of several hosts, or on simulated ones."""
+"""A run of `maxbatch train` or `maxbatch rl`: in this process, on its share of several hosts, or on
+simulated ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Config) -> int:
-    """Runs a command (`train` or `rl`) in the processes of `--simulate-hosts`; returns the exit code."""
+    """Runs a command (`train` or `rl`) in the processes of `--simulate-hosts`; returns the exit
+    code.
+    """
     from maxbatch.commands.simulation import check_hosts, run_hosts
     from maxbatch.parallel.deaths import on_end
     from maxbatch.plan.batch import BatchPlan
@@ -34,7 +38,8 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
 
     num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
     check_hosts(num_devices, num_hosts)
-    if config.recipe.is_sampled:  # else a resume need not fit the stages behind it, which the hosts know
+    # else a resume need not fit the stages behind it, which the hosts know
+    if config.recipe.is_sampled:
         BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
     on_end(lambda cause, _: end_killed_session(as_path(config.run_dir), cause))
     words = [command, *args.config, "--simulate-devices", str(num_devices // num_hosts)]
@@ -49,9 +54,12 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
     from maxbatch.training.compile.flags import state_flags
 
     with refusing_together():
-        state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
+        # to join the other hosts starts JAX
+        state_flags(config.libtpu_flags, config.data_cache_dir)
     on_end(leave_sessions)
-    with together(report, config.heartbeat_timeout_s, config.host_wait_s, partial(newest_saved, config)):
+    with together(
+        report, config.heartbeat_timeout_s, config.host_wait_s, partial(newest_saved, config)
+    ):
         outcome = train(config)
     if outcome.stopped_by is None:
         return EXIT_DONE
@@ -59,7 +67,9 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
 
 
 def newest_saved(config: Config) -> int | None:
-    """Returns the newest saved step of a run, or else of its warm start; None if there is neither."""
+    """Returns the newest saved step of a run, or else of its warm start; None if there is
+    neither.
+    """
     from maxbatch.runs.position import last_saved
     from maxbatch.runs.run_folder import WARM_START
     from maxbatch.system.storage import as_path

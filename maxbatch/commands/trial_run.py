@@ -1,7 +1,8 @@
-"""`maxbatch train --try`: a few updates of a tiny model of the config's form, and the faults of its data, at once.
+"""`maxbatch train --try`: a few updates of a tiny model of the config's form, and the faults of its
+data, at once.
 
-The family and its features, the axes of the mesh, the form of the batch, the optimizer, the schedule, precision and
-remat stay as in the config. Sizes, data, tokenizer and places are replaced.
+The family and its features, the axes of the mesh, the form of the batch, the optimizer, the
+schedule, precision and remat stay as in the config. Sizes, data, tokenizer and places are replaced.
 """
 
 from __future__ import annotations
@@ -31,23 +32,59 @@ _MOST_PARTS = 8  # microbatches of a pipeline
 _RECORDS = 200  # of the synthetic data
 # Keys of sizes, places and outputs, which do not affect the form of a run.
 _REPLACED: dict[str, object] = {
-    "base_output_directory": "", "run_name": "", "model_name": "default", "load_parameters_path": "",
-    "load_full_state_path": "", "lora_rank": 0, "steps": _STEPS, "train_samples": None, "train_tokens": None,
-    "num_epochs": None, "max_target_length": _LENGTH, "base_emb_dim": _WIDTH, "base_num_query_heads": _HEADS,
-    "head_dim": _HEAD, "base_mlp_dim": _MLP, "vocab_size": _VOCABULARY, "query_pre_attn_scalar": None,
-    "dataset_type": "synthetic", "dataset_path": "", "synthetic_samples": _RECORDS, "eval_dataset_path": "",
-    "tokenizer_type": "byte", "tokenizer_path": "", "grain_worker_count": 0,
-    "expansion_factor_real_data": -1, "checkpoint_period": _STEPS // 2, "max_num_checkpoints_to_keep": 1,
-    "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "eval_tasks": "", "eval_tasks_limit": None,
-    "log_to": "", "profile_steps": "", "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
-}  # fmt: skip
+    "base_output_directory": "",
+    "run_name": "",
+    "model_name": "default",
+    "load_parameters_path": "",
+    "load_full_state_path": "",
+    "lora_rank": 0,
+    "steps": _STEPS,
+    "train_samples": None,
+    "train_tokens": None,
+    "num_epochs": None,
+    "max_target_length": _LENGTH,
+    "base_emb_dim": _WIDTH,
+    "base_num_query_heads": _HEADS,
+    "head_dim": _HEAD,
+    "base_mlp_dim": _MLP,
+    "vocab_size": _VOCABULARY,
+    "query_pre_attn_scalar": None,
+    "dataset_type": "synthetic",
+    "dataset_path": "",
+    "synthetic_samples": _RECORDS,
+    "eval_dataset_path": "",
+    "tokenizer_type": "byte",
+    "tokenizer_path": "",
+    "grain_worker_count": 0,
+    "expansion_factor_real_data": -1,
+    "checkpoint_period": _STEPS // 2,
+    "max_num_checkpoints_to_keep": 1,
+    "eval_per_device_batch_size": None,
+    "eval_steps": -1,
+    "eval_samples": 8,
+    "eval_tasks": "",
+    "eval_tasks_limit": None,
+    "log_to": "",
+    "profile_steps": "",
+    "generate_prompt": "",
+    "compiled_dir": "",
+    "libtpu_flags": "none",
+}
 # The most experts, their width and groups, and the largest widths of latents.
 _MOST_OF_EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "n_routing_groups": 4, "topk_routing_group": 2,
-}  # fmt: skip
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 32,
+    "n_routing_groups": 4,
+    "topk_routing_group": 2,
+}
 _MOST_OF_LATENTS = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": _HEAD, "qk_rope_head_dim": _HEAD, "v_head_dim": _HEAD,
-}  # fmt: skip
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": _HEAD,
+    "qk_rope_head_dim": _HEAD,
+    "v_head_dim": _HEAD,
+}
 
 
 class TinyRun(NamedTuple):
@@ -68,21 +105,36 @@ class TinyRun(NamedTuple):
 
 
 def make_trial(config: Config) -> TinyRun:
-    """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
-    sizes = {axis: 1 if config[axis_key("ici", axis)] == config[axis_key("dcn", axis)] == 1 else 2 for axis in AXES}
+    """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two
+    devices.
+    """
+    sizes = {
+        axis: 1 if config[axis_key("ici", axis)] == config[axis_key("dcn", axis)] == 1 else 2
+        for axis in AXES
+    }
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
     texts = {recipe.key: False for recipe in Recipe.flagged()}  # synthetic data have no records
-    stated = config.to_dict() | _REPLACED | texts | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
+    stated = (
+        config.to_dict()
+        | _REPLACED
+        | texts
+        | _model_keys(config, sizes["pipeline"])
+        | _batch_keys(config, sizes)
+    )
     for axis, size in sizes.items():
         stated |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
-    has_held_out = bool(config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib")
+    has_held_out = bool(
+        config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib"
+    )
     stated["eval_fraction"] = 0.1 if has_held_out else 0
     stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
     return TinyRun(stated, mesh)
 
 
 def _model_keys(config: Config, stages: int) -> dict[str, object]:
-    """Returns model sizes that suit its pattern of layers, its stages and the pairs of its heads."""
+    """Returns model sizes that suit its pattern of layers, its stages and the pairs of its
+    heads.
+    """
     pattern = len(config.attention_type.split(","))
     layers = math.lcm(pattern, cycle_length(config.model) * stages * config.num_pipeline_repeats)
     shared = config.base_num_query_heads // config.base_num_kv_heads
@@ -93,7 +145,9 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
     last = layers if config.num_kv_shared_layers else 0
-    most = _MOST_OF_EXPERTS | (_MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {})
+    most = _MOST_OF_EXPERTS | (
+        _MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {}
+    )
     return {
         "base_num_decoder_layers": max(2, layers + last) + dense,
         "first_num_dense_layers": dense,
@@ -114,48 +168,68 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
 
 
 def _delta_rule_keys(config: Config) -> dict[str, object]:
-    """Returns small sizes of a gated delta rule, and of the share of a head that turns beside it."""
+    """Returns small sizes of a gated delta rule, and of the share of a head that turns beside
+    it.
+    """
     shared = min(2, config.gdn_num_value_heads // config.gdn_num_key_heads)
     return {
-        "gdn_num_key_heads": _HEADS, "gdn_num_value_heads": shared * _HEADS, "gdn_key_head_dim": _HEAD,
-        "partial_rotary_factor": max(2, 2 * round(_HEAD * config.partial_rotary_factor / 2)) / _HEAD,
-    }  # fmt: skip
+        "gdn_num_key_heads": _HEADS,
+        "gdn_num_value_heads": shared * _HEADS,
+        "gdn_key_head_dim": _HEAD,
+        "partial_rotary_factor": max(2, 2 * round(_HEAD * config.partial_rotary_factor / 2))
+        / _HEAD,
+    }
 
 
 def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
-    """Returns a small batch, stated in the same form as the config's: constant, a ramp or a schedule."""
+    """Returns a small batch, stated in the same form as the config's: constant, a ramp or a
+    schedule.
+    """
     devices = math.prod(sizes.values())
     parts = config.num_pipeline_microbatches
     parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
-    rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (abs(parts) * sizes["pipeline"] if parts < 0 else parts)
+    rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (
+        abs(parts) * sizes["pipeline"] if parts < 0 else parts
+    )
     passes = 1 if config.gradient_accumulation_steps == 1 else 2
     stated: dict[str, object] = {
-        "per_device_batch_size": rows / devices, "gradient_accumulation_steps": passes, "global_batch_size": None,
-        "batch_size_schedule": None, "enable_rampup_batch_size": False, "num_pipeline_microbatches": parts,
+        "per_device_batch_size": rows / devices,
+        "gradient_accumulation_steps": passes,
+        "global_batch_size": None,
+        "batch_size_schedule": None,
+        "enable_rampup_batch_size": False,
+        "num_pipeline_microbatches": parts,
         "reference_batch_size": None,
-    }  # fmt: skip
+    }
     batch = rows * passes
     if config.enable_rampup_batch_size:
         stated |= {
-            "enable_rampup_batch_size": True, "per_device_batch_size": 2 * rows / devices,
-            "per_device_batch_size_start": rows / devices, "per_device_batch_size_increment": rows / devices,
+            "enable_rampup_batch_size": True,
+            "per_device_batch_size": 2 * rows / devices,
+            "per_device_batch_size_start": rows / devices,
+            "per_device_batch_size_increment": rows / devices,
             "global_rampup_samples": 2 * batch,
-        }  # fmt: skip
+        }
     elif config.batch_size_schedule is not None:
-        stated |= {"batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}", "gradient_accumulation_steps": None}
+        stated |= {
+            "batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}",
+            "gradient_accumulation_steps": None,
+        }
     return stated
 
 
 def try_run(config: Config, trial: TinyRun) -> int:
-    """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
+    """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit
+    code.
 
     Raises:
       ConfigError: names all faults of the data, of the tokenizer and of the tiny run.
     """
     mesh = " x ".join(f"{axis} {size}" for axis, size in trial.mesh.items()) or "1 device"
     print(
-        f"trying {trial.keys['decoder_block']}: {trial.keys['base_num_decoder_layers']} layers of width {_WIDTH}, mesh "
-        f"{mesh} on {trial.num_devices} CPU device{'s' * (trial.num_devices > 1)}, {_STEPS} updates of synthetic data",
+        f"trying {trial.keys['decoder_block']}: {trial.keys['base_num_decoder_layers']} layers of "
+        f"width {_WIDTH}, mesh {mesh} on {trial.num_devices} CPU "
+        f"device{'s' * (trial.num_devices > 1)}, {_STEPS} updates of synthetic data",
         flush=True,
     )
     faults = data_faults(config.stream)
@@ -164,8 +238,10 @@ def try_run(config: Config, trial: TinyRun) -> int:
         _open_parameters(config.load_parameters_path or config.load_full_state_path, faults)
     if faults:
         raise ConfigError("; ".join(faults))
-    print("the data, the tokenizer and the tiny run work; the size of the model and of the batch was not tried: "
-          "maxbatch plan and maxbatch fit")  # fmt: skip
+    print(
+        "the data, the tokenizer and the tiny run work; the size of the model and of the batch "
+        "was not tried: maxbatch plan and maxbatch fit"
+    )
     return EXIT_DONE
 
 
@@ -182,7 +258,10 @@ def _train(trial: TinyRun, faults: list[str]) -> None:
             faults.append(f"the tiny run: {error}")
             return
         losses = [record["loss"] for record in outcome.history]
-    print(f"{len(losses)} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}; a checkpoint was saved and removed")
+    print(
+        f"{len(losses)} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}; a checkpoint was saved "
+        "and removed"
+    )
 
 
 def _open_parameters(path: str, faults: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""The seconds of an update that `plan` counts with: stated, assumed, modelled by the compiler, or measured by a run."""
+"""The seconds of an update that `plan` counts with: stated, assumed, modelled by the compiler, or
+measured by a run.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def update_time(
       mfu: the share of the peak to assume; None: not stated.
       peak: that the share refers to; None: unknown.
       flops_per_token: of training; None: of an own model, which nobody knows.
-      has_devices: whether the command line states the devices; else those that a run was measured on count.
+      has_devices: whether the command line states the devices; else those that a run was measured
+        on count.
 
     Raises:
       ConfigError: a share of a peak that nobody knows, or of reinforcement learning.
@@ -57,13 +60,19 @@ def update_time(
         return TimedDevices(UpdateTime(step_seconds, "stated"), plan.num_devices)
     if mfu is not None:
         if plan.rl:
-            raise ConfigError(f"--mfu {mfu:g}: counts the FLOPs of training, and an update of reinforcement learning "
-                              "also samples; works: --step-seconds 12")  # fmt: skip
+            raise ConfigError(
+                f"--mfu {mfu:g}: counts the FLOPs of training, and an update of reinforcement "
+                "learning also samples; works: --step-seconds 12"
+            )
         if flops_per_token is None:
-            raise ConfigError(f"--mfu {mfu:g}: the FLOPs of an own model are unknown; works: --step-seconds 12")
+            raise ConfigError(
+                f"--mfu {mfu:g}: the FLOPs of an own model are unknown; works: --step-seconds 12"
+            )
         if peak is None:
-            raise ConfigError(f"--mfu {mfu:g}: needs the peak of a device; works: --mfu {mfu:g} --topology v5p-128, or "
-                              f"--mfu {mfu:g} peak_tflops_per_device=989")  # fmt: skip
+            raise ConfigError(
+                f"--mfu {mfu:g}: needs the peak of a device; works: --mfu {mfu:g} --topology "
+                f"v5p-128, or --mfu {mfu:g} peak_tflops_per_device=989"
+            )
         seconds = seconds_for_share(plan, flops_per_token, peak.tflops, mfu)
         source = f"assumed: MFU {mfu:g} of {peak.in_words()}"
         return TimedDevices(UpdateTime(seconds, source), plan.num_devices)
@@ -71,7 +80,9 @@ def update_time(
 
 
 def _modelled(config: Config, plan: BatchPlan) -> TimedDevices | None:
-    """Returns the compiler's time of the last stage's update in `compiled_dir`, if it was compiled for the devices."""
+    """Returns the compiler's time of the last stage's update in `compiled_dir`, if it was compiled
+    for the devices.
+    """
     if not config.compiled_dir:
         return None
     from maxbatch.system.storage import as_path
@@ -88,12 +99,16 @@ def _modelled(config: Config, plan: BatchPlan) -> TimedDevices | None:
     for (micro_batch, most_passes), seconds in steps:
         if micro_batch == plan.micro_batch_size_to_train_on and isinstance(seconds, float):
             of_update = seconds * plan.gradient_accumulation_steps / most_passes
-            return TimedDevices(UpdateTime(of_update, "modelled by the compiler in compiled_dir"), num_devices)
+            return TimedDevices(
+                UpdateTime(of_update, "modelled by the compiler in compiled_dir"), num_devices
+            )
     return None
 
 
 def _measured(config: Config, plan: BatchPlan, has_devices: bool) -> TimedDevices | None:
-    """Returns the median times of the updates in `run_dir`, if the run has the model and the devices of the plan."""
+    """Returns the median times of the updates in `run_dir`, if the run has the model and the
+    devices of the plan.
+    """
     if not os.path.isfile(os.path.join(config.run_dir, "metrics.jsonl")):
         return None  # also of a run in a bucket, which a plan does not ask
     from maxbatch.runs.devices import read_devices
@@ -114,8 +129,13 @@ def _measured(config: Config, plan: BatchPlan, has_devices: bool) -> TimedDevice
     if measured != last:
         source += f" at a batch of {measured}"
     if not has_devices and used[-1].num_devices != plan.num_devices:
-        note(f"the time is of the {used[-1].num_devices} devices that {config.run_dir} was measured on")
-    return TimedDevices(UpdateTime(by_batch[measured] * last / measured, source, by_batch), used[-1].num_devices)
+        note(
+            f"the time is of the {used[-1].num_devices} devices that {config.run_dir} was "
+            "measured on"
+        )
+    return TimedDevices(
+        UpdateTime(by_batch[measured] * last / measured, source, by_batch), used[-1].num_devices
+    )
 
 
 def _median_seconds(run_dir: AnyPath, first_step: int) -> dict[int, float]:
@@ -123,7 +143,9 @@ def _median_seconds(run_dir: AnyPath, first_step: int) -> dict[int, float]:
     from maxbatch.runs.metrics import scan_metrics
     from maxbatch.runs.metrics_schema import Metric
 
-    records = [record for record in scan_metrics(run_dir).records if record[Metric.STEP] >= first_step]
+    records = [
+        record for record in scan_metrics(run_dir).records if record[Metric.STEP] >= first_step
+    ]
     warm = records[_FIRST_UPDATES:] or records
     seconds: dict[int, list[float]] = defaultdict(list)
     for record in warm:
@@ -134,7 +156,9 @@ def _median_seconds(run_dir: AnyPath, first_step: int) -> dict[int, float]:
 
 
 def _is_same_program(config: Config, run_dir: AnyPath) -> bool:
-    """Returns whether a run has the keys that fix the work per sample: those of the programs, but for the batch."""
+    """Returns whether a run has the keys that fix the work per sample: those of the programs, but
+    for the batch.
+    """
     from maxbatch.config.keys import Fixes, Part
     from maxbatch.config.loading import load_config
     from maxbatch.config.sections import names_fixing, names_of

@@ -8,6 +8,12 @@ BASE_KEY = "load_parameters_path"  # of a run with adapters: the model that they
 
 
 def stated_base(overrides: Sequence[str]) -> str:
-    """Returns the path of an override of `load_parameters_path`, where a run's base model is now; "" without one."""
-    stated = [text.partition("=")[2].strip() for text in overrides if text.partition("=")[0].strip() == BASE_KEY]
+    """Returns the path of an override of `load_parameters_path`, where a run's base model is now;
+    "" without one.
+    """
+    stated = [
+        text.partition("=")[2].strip()
+        for text in overrides
+        if text.partition("=")[0].strip() == BASE_KEY
+    ]
     return stated[-1] if stated else ""

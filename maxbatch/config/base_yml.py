@@ -38,8 +38,14 @@ def _lines() -> Iterator[str]:
 
 def _written(key: Key) -> str:
     """Returns a default in YAML; text that YAML could read as another type is quoted."""
-    is_plain = key.kind not in TEXTS or (re.fullmatch(r"[\w./:-]+", key.default) and key.default not in NULLS)
-    return key.default if is_plain or (key.nullable and key.default == "null") else json.dumps(key.default)
+    is_plain = key.kind not in TEXTS or (
+        re.fullmatch(r"[\w./:-]+", key.default) and key.default not in NULLS
+    )
+    return (
+        key.default
+        if is_plain or (key.nullable and key.default == "null")
+        else json.dumps(key.default)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The sections that rooms take: keys of several sections of the table, each combination for one computation."""
+"""The sections that rooms take: keys of several sections of the table, each combination for one
+computation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from maxbatch.config.sections import (
 
 
 class PlanConfig(Section):
-    """The keys of the batch, its stages, rates and mesh, and the dimensions of the model that mesh axes divide."""
+    """The keys of the batch, its stages, rates and mesh, and the dimensions of the model that mesh
+    axes divide.
+    """
 
     length: LengthConfig
     batch: BatchConfig
@@ -52,7 +56,9 @@ class StoreConfig(DataConfig):
 
 
 class StreamConfig(StoreConfig):
-    """The keys of a store, the length of a row, the vocabulary, and for messages model and epochs."""
+    """The keys of a store, the length of a row, the vocabulary, and for messages model and
+    epochs.
+    """
 
     max_target_length: int
     vocab_size: int
@@ -83,7 +89,9 @@ class TextConfig(DecoderConfig):
 
 
 class ModelOptimizerConfig(OptimizerConfig):
-    """Keys of the optimizer, and the model's family: MaxText's names of its parameters are searched by `adamw_mask`."""
+    """Keys of the optimizer, and the model's family: MaxText's names of its parameters are searched
+    by `adamw_mask`.
+    """
 
     decoder_block: str
 
@@ -97,7 +105,9 @@ class UpdateConfig(DecoderConfig):
 
 
 class ProgramsConfig(UpdateConfig):
-    """The keys of the update and the objective, and the keys of evals and checkpoints that shape a run's programs."""
+    """The keys of the update and the objective, and the keys of evals and checkpoints that shape a
+    run's programs.
+    """
 
     preferences: PreferenceConfig
     evaluation: EvaluationConfig
@@ -113,7 +123,9 @@ class LearnerConfig(UpdateConfig):
 
 
 class RolloutConfig(DecoderConfig):
-    """Keys of the decoder, its adapters, the responses, the model with their end tokens, and the compiler's flags."""
+    """Keys of the decoder, its adapters, the responses, the model with their end tokens, and the
+    compiler's flags.
+    """
 
     rl: RLConfig
     adapters: AdapterConfig

@@ -51,20 +51,31 @@ class PartOf(Generic[_S]):
         self._name = name
 
     def __get__(self, config: Config, owner: type[Config]) -> _S:
-        section = config.__dict__[self._name] = self._section.of(config)  # read in place of this from now on
+        # read in place of this from now on
+        section = config.__dict__[self._name] = self._section.of(config)
         return section
 
 
 class Config(AllKeys):
-    """The whole config: every key as an attribute and as an item, and the sections that rooms take."""
+    """The whole config: every key as an attribute and as an item, and the sections that rooms
+    take.
+    """
 
     recipe = PartOf(Recipe)
     plan, record = PartOf(PlanConfig), PartOf(RecordConfig)
     data, store, stream = PartOf(DataConfig), PartOf(StoreConfig), PartOf(StreamConfig)
     model, decoder, text = PartOf(ModelConfig), PartOf(DecoderConfig), PartOf(TextConfig)
     mesh, remat, adapters = PartOf(MeshConfig), PartOf(RematConfig), PartOf(AdapterConfig)
-    update, programs, evaluation = PartOf(UpdateConfig), PartOf(ProgramsConfig), PartOf(EvaluationConfig)
-    rates, optimizer, preferences = PartOf(RatesConfig), PartOf(ModelOptimizerConfig), PartOf(PreferenceConfig)
+    update, programs, evaluation = (
+        PartOf(UpdateConfig),
+        PartOf(ProgramsConfig),
+        PartOf(EvaluationConfig),
+    )
+    rates, optimizer, preferences = (
+        PartOf(RatesConfig),
+        PartOf(ModelOptimizerConfig),
+        PartOf(PreferenceConfig),
+    )
     rl, prompting = PartOf(RLConfig), PartOf(PromptConfig)
     checkpoint = PartOf(CheckpointConfig)
     rollout, learner = PartOf(RolloutConfig), PartOf(LearnerConfig)
@@ -87,5 +98,11 @@ def as_config(config: Config | ConfigDict) -> Config:
 
     if isinstance(config, ConfigDict):
         return Config.of(config)
-    works = f"maxbatch.load_config({config!r})" if isinstance(config, str) else "maxbatch.load_config(...)"
-    raise ConfigError(f"config: must be a resolved config, not {type(config).__name__}; works: {works}")
+    works = (
+        f"maxbatch.load_config({config!r})"
+        if isinstance(config, str)
+        else "maxbatch.load_config(...)"
+    )
+    raise ConfigError(
+        f"config: must be a resolved config, not {type(config).__name__}; works: {works}"
+    )

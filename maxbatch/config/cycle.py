@@ -27,14 +27,20 @@ def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     if not family.has_cycle:
         return (LayerForm(family.has_experts),)
     if family.has_delta_rule:
-        return tuple(LayerForm(has_experts=True, is_local=False, has_delta_rule=has_it) for has_it in (True, False))
+        return tuple(
+            LayerForm(has_experts=True, is_local=False, has_delta_rule=has_it)
+            for has_it in (True, False)
+        )
     windows = (True, False) if family.has_global_heads else (False,)
     may_have = (False, True) if family.has_experts else (False,)
-    return tuple(LayerForm(has_experts, is_local) for has_experts in may_have for is_local in windows)
+    return tuple(
+        LayerForm(has_experts, is_local) for has_experts in may_have for is_local in windows
+    )
 
 
 def cycle_length(model: ModelConfig) -> int:
-    """Returns the layers of a cycle: the least common multiple of the periods that the keys state; 1 for most families.
+    """Returns the layers of a cycle: the least common multiple of the periods that the keys state;
+    1 for most families.
 
     It is computed without the cycle, which a config that is still to be refused may make very long.
     """
@@ -42,19 +48,25 @@ def cycle_length(model: ModelConfig) -> int:
         return 1
     if FAMILIES[model.decoder_block].has_delta_rule:
         return model.inhomogeneous_layer_cycle_interval
-    windows, unrotated_step = len(model.attention_type.split(",")), max(1, model.nope_layer_interval)
+    windows, unrotated_step = (
+        len(model.attention_type.split(",")),
+        max(1, model.nope_layer_interval),
+    )
     return math.lcm(windows, model.interleave_moe_layer_step, unrotated_step)
 
 
 def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
-    """Returns the form of each place in the cycle that the layers repeat; of most families it has one place."""
+    """Returns the form of each place in the cycle that the layers repeat; of most families it has
+    one place.
+    """
     family = FAMILIES[model.decoder_block]
     if not family.has_cycle:
         return possible_forms(family)
     if family.has_delta_rule:
         length = model.inhomogeneous_layer_cycle_interval
         return tuple(
-            LayerForm(has_experts=True, is_local=False, has_delta_rule=place + 1 < length) for place in range(length)
+            LayerForm(has_experts=True, is_local=False, has_delta_rule=place + 1 < length)
+            for place in range(length)
         )
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
     may_have = family.has_experts and (model.num_experts > 1 or not family.has_experts_beside_mlp)
@@ -71,7 +83,8 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
 def places_of_shared_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
     """Returns, for each place of a cycle, the last place with the same sight: local or global.
 
-    Layers without keys of their own take the keys of that place, from the last cycle of layers that have keys.
+    Layers without keys of their own take the keys of that place, from the last cycle of layers that
+    have keys.
     """
     last = {form.is_local: place for place, form in enumerate(cycle)}
     return tuple(last[form.is_local] for form in cycle)
@@ -82,4 +95,7 @@ def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:
     cycle = cycle_of(model)
     stated = is_local_layer(model.attention_type, num_layers)
     forms = (cycle[layer % len(cycle)] for layer in range(num_layers))
-    return tuple(one if form.is_local is None else form.is_local for one, form in zip(stated, forms, strict=True))
+    return tuple(
+        one if form.is_local is None else form.is_local
+        for one, form in zip(stated, forms, strict=True)
+    )

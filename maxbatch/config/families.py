@@ -1,7 +1,9 @@
-"""Model families, one record each: the form of a layer, the fields of `config.json`, and the names of the tensors.
+"""Model families, one record each: the form of a layer, the fields of `config.json`, and the names
+of the tensors.
 
-Fields and names follow the transformers library (https://github.com/huggingface/transformers, `models/`). Defaults are
-LLaMA's (Touvron et al. 2023); `maxbatch.config.matrices` has the parameters.
+Fields and names follow the transformers library (https://github.com/huggingface/transformers,
+`models/`). Defaults are LLaMA's (Touvron et al. 2023); `maxbatch.config.matrices` has the
+parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ Json = dict[str, Any]
 
 LOCAL, GLOBAL = "local_sliding", "global"
 # Facts of some families that no config key states, since all published models have these values.
-GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1  # Llama 4's `floor_scale` and `attn_scale`, in `maxbatch.model.scores`
+# Llama 4's `floor_scale` and `attn_scale`, in `maxbatch.model.scores`
+GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1
 CONVOLUTION_TOKENS = 4  # Qwen3-Next's `linear_conv_kernel_dim`, in `maxbatch.model.delta_rule`
 
 
@@ -36,7 +39,9 @@ _MODULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family: its names, facts of its layers without a config key, and the fields that correspond to our keys."""
+    """A family: its names, facts of its layers without a config key, and the fields that correspond
+    to our keys.
+    """
 
     decoder_block: str
     model_type: str = ""  # in the transformers library; empty: it has no such family
@@ -45,46 +50,64 @@ class Family:
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
     norms_before: bool = True  # the input of attention and of the MLP is normalised
-    norms_after: Literal["none", "both", "mlp"] = "none"  # their outputs are normalised before they join the stream
-    # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a scale.
+    # their outputs are normalised before they join the stream
+    norms_after: Literal["none", "both", "mlp"] = "none"
+    # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a
+    # scale.
     qk_norm_over: Literal["head", "heads", "rotated"] = "head"
-    rotates_neighbours: bool = False  # RoPE turns neighbouring columns of a head, not columns of its two halves
+    # RoPE turns neighbouring columns of a head, not columns of its two halves
+    rotates_neighbours: bool = False
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
     has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
     has_experts: bool = False  # its MLPs are experts; a router chooses some for each token
-    has_cycle: bool = False  # its layers have several forms, and repeat a cycle of them (`maxbatch.config.cycle`)
+    # its layers have several forms, and repeat a cycle of them (`maxbatch.config.cycle`)
+    has_cycle: bool = False
     has_expert_biases: bool = False  # experts and router have biases
-    expert_limit: float | None = None  # clips the values that an expert multiplies, with another activation
+    # clips the values that an expert multiplies, with another activation
+    expert_limit: float | None = None
     has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
-    always_normalises: bool = False  # normalises the weights of a token's experts, for any router scores
-    # Attention's output has a width of its own. It does not join the stream: it is normalised and goes to the experts,
-    # whose output joins after a projection to the stream's width.
+    # normalises the weights of a token's experts, for any router scores
+    always_normalises: bool = False
+    # Attention's output has a width of its own. It does not join the stream: it is normalised and
+    # goes to the experts, whose output joins after a projection to the stream's width.
     has_narrow_experts: bool = False
-    # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply their outputs.
+    # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply
+    # their outputs.
     weighs_inputs: bool = False
-    # With several experts its layers have them beside the MLP: both have norms of their own before they are added, and
-    # the router reads the stream through a norm, a scale of each channel and a scale of each expert's weight.
+    # With several experts its layers have them beside the MLP: both have norms of their own before
+    # they are added, and the router reads the stream through a norm, a scale of each channel and a
+    # scale of each expert's weight.
     has_experts_beside_mlp: bool = False
-    # The heads of global layers are twice as wide, may have other numbers of keys, and are rotated in part.
+    # The heads of global layers are twice as wide, may have other numbers of keys, and are rotated
+    # in part.
     has_global_heads: bool = False
-    shares_kv_projections: bool = False  # one product gives the keys and the values of a global layer
+    # one product gives the keys and the values of a global layer
+    shares_kv_projections: bool = False
     has_value_norm: bool = False  # the values of a head are normalised
-    has_layer_scale: bool = False  # a layer's output, the stream included, is multiplied by a learned number
-    # Width of an input that each layer has besides the stream, made of the tokens and their embedding; 0: none. Only
-    # this form has last layers that share keys and values (`num_kv_shared_layers`).
+    # a layer's output, the stream included, is multiplied by a learned number
+    has_layer_scale: bool = False
+    # Width of an input that each layer has besides the stream, made of the tokens and their
+    # embedding; 0: none. Only this form has last layers that share keys and values
+    # (`num_kv_shared_layers`).
     layer_input_width: int = 0
-    # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
+    # Keys and values come from latents. Only this form has first layers without experts, shared
+    # experts and groups.
     has_latents: bool = False
-    # The last layer of a cycle has attention, and the others the gated delta rule (`maxbatch.model.delta_rule`).
+    # The last layer of a cycle has attention, and the others the gated delta rule
+    # (`maxbatch.model.delta_rule`).
     has_delta_rule: bool = False
-    has_query_gate: bool = False  # attention's output is multiplied by a sigmoid of the stream, head by head
-    has_shared_gate: bool = False  # and the output of the shared experts by one number of each token
+    # attention's output is multiplied by a sigmoid of the stream, head by head
+    has_query_gate: bool = False
+    # and the output of the shared experts by one number of each token
+    has_shared_gate: bool = False
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
     fixed: Json = dataclasses.field(default_factory=dict)  # fields that have no other values
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
-    activations: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of activations that mean others
+    # its own names of common fields
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # names of activations that mean others
+    activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
     is_gated: bool = True  # whether its MLP has a linear projection beside the activated one
     has_qk_norm: bool = False
@@ -92,26 +115,35 @@ class Family:
     has_rope: bool = True
     has_soft_caps: bool = False
     has_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
-    has_max_window_layers: bool = False  # whether windows may start at a later layer or be off (use_sliding_window)
+    # whether windows may start at a later layer or be off (use_sliding_window)
+    has_max_window_layers: bool = False
     # n: every n-th layer is global and the others local; 1: all are local; 0: as layer_types states
     local_every: int = 0
     # Its tensors. Our modules that share a name form one tensor, in the order of the table.
-    modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)  # its names of ours
-    # Whole tensor names, by ours. A name without an expert's number is one tensor of all experts, inputs first; modules
-    # that share such a name alternate along its last axis.
+    # its names of ours
+    modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)
+    # Whole tensor names, by ours. A name without an expert's number is one tensor of all experts,
+    # inputs first; modules that share such a name alternate along its last axis.
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    experts_alternate: bool = True  # otherwise modules that share such a name follow each other along that axis
+    # otherwise modules that share such a name follow each other along that axis
+    experts_alternate: bool = True
     expert_outputs_first: bool = False  # whether such a tensor has its outputs before its inputs
-    # Modules that several of ours share head by head, and the axis of these heads: each has its rows of every one.
+    # Modules that several of ours share head by head, and the axis of these heads: each has its
+    # rows of every one.
     by_head: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layer: str = "model.layers.{layer}"  # prefix of a layer's module names
-    inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
+    # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
+    inputs_first: bool = False
     prefix: str = ""  # prefix of its tensors' names; older files lack it
 
     @property
     def attention_type(self) -> str:
         """The pattern of its local and global layers, in the form of the key."""
-        return LOCAL if self.local_every == 1 else ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
+        return (
+            LOCAL
+            if self.local_every == 1
+            else ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
+        )
 
 
 _LLAMA = Family(
@@ -157,7 +189,8 @@ _GEMMA3 = dataclasses.replace(
     _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
     defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}, has_qk_norm=True, local_every=6,
 )  # fmt: skip
-# transformers keep `layer_scalar` as a buffer, which they do not train; MaxText and maxbatch train it.
+# transformers keep `layer_scalar` as a buffer, which they do not train; MaxText and maxbatch train
+# it.
 _GEMMA4 = Family(
     decoder_block="gemma4", model_type="gemma4_text", architecture="Gemma4ForCausalLM",
     norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
@@ -208,7 +241,8 @@ _OLMO2 = Family(
         **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
     },
 )  # fmt: skip
-# In transformers YaRN scales its global layers alone, and the base of the others has no field of its own.
+# In transformers YaRN scales its global layers alone, and the base of the others has no field of
+# its own.
 _OLMO3 = dataclasses.replace(
     _OLMO2, decoder_block="olmo3", model_type="olmo3", architecture="Olmo3ForCausalLM",
     defaults={
@@ -417,5 +451,7 @@ FAMILIES: dict[str, Family] = {family.decoder_block: family for family in (
 # By the `model_type` of a `config.json`; it may have several families.
 MODEL_TYPES: dict[str, tuple[Family, ...]] = {
     name: tuple(family for family in FAMILIES.values() if family.model_type == name)
-    for name in dict.fromkeys(family.model_type for family in FAMILIES.values() if family.model_type)
+    for name in dict.fromkeys(
+        family.model_type for family in FAMILIES.values() if family.model_type
+    )
 }

@@ -1,7 +1,7 @@
 """A config key, and a section of keys: a typed, frozen part of the config.
 
-A field of a section is declared once, with its type, default, rule and sentence. Loading, messages and `maxbatch
-config` read it as a `Key`; base.yml shows the same rows to people.
+A field of a section is declared once, with its type, default, rule and sentence. Loading, messages
+and `maxbatch config` read it as a `Key`; base.yml shows the same rows to people.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Fixes(enum.Flag):
 
     NOTHING = 0
     BATCH = enum.auto()  # the samples of an update; compiled programs see only the shape of a batch
-    RECORDS = enum.auto()  # how a source's records are read; each source of a mixture may state its own
-    CONTENT = enum.auto()  # the documents and their tokenizer, whose hashes are in the stream's identity
+    # how a source's records are read; each source of a mixture may state its own
+    RECORDS = enum.auto()
+    # the documents and their tokenizer, whose hashes are in the stream's identity
+    CONTENT = enum.auto()
     TOKENS = enum.auto()  # the tokens added to those of a document
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
@@ -88,7 +90,8 @@ class Shared(enum.Enum):
 
 
 SAME, OURS = "the same", None
-_SHARED_BY_KIND = {"path": Shared.CONTENT, "paths": Shared.CONTENT, "local": Shared.NOTHING}  # of all others the value
+# of all others the value
+_SHARED_BY_KIND = {"path": Shared.CONTENT, "paths": Shared.CONTENT, "local": Shared.NOTHING}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Key(Scalar):
     unit: str = ""  # of a number
     part: Part | None = None
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
-    warm_start: bool = True  # whether RL's warm start takes it from the run; else it has its default
+    # whether RL's warm start takes it from the run; else it has its default
+    warm_start: bool = True
     chooses: str = ""  # the kind of sample it chooses when set (`maxbatch.config.recipes`)
     shared: Shared
     changes: str  # the effect of a resume with another value, in words; "": none
@@ -138,11 +142,22 @@ class _Row(dict[str, Any]):
 
 
 def key(
-    default: _T, sentence: str, fixes: Fixes, bounds: Bounds | None = None, unit: str = "", *,
-    choices: tuple[str, ...] = (), part: Part | None = None, maxtext: str | None = SAME, warm_start: bool = True,
-    chooses: str = "", shared: Shared | None = None, changes: str | None = None,
-) -> _T:  # fmt: skip
-    """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
+    default: _T,
+    sentence: str,
+    fixes: Fixes,
+    bounds: Bounds | None = None,
+    unit: str = "",
+    *,
+    choices: tuple[str, ...] = (),
+    part: Part | None = None,
+    maxtext: str | None = SAME,
+    warm_start: bool = True,
+    chooses: str = "",
+    shared: Shared | None = None,
+    changes: str | None = None,
+) -> _T:
+    """Declares the field of a section as a config key; its type gives the kind, and `None` in it
+    allows null.
 
     Args:
       default: its value if no layer states it.
@@ -155,13 +170,27 @@ def key(
       maxtext: its name in MaxText's configs, where that differs; OURS: MaxText has no such key.
       warm_start: whether the warm start of RL takes it from the run.
       chooses: the kind of sample that it chooses if it is set.
-      shared: the aspect that hosts must share; None: of a place the content, of a local place nothing, else the value.
+      shared: the aspect that hosts must share; None: of a place the content, of a local place
+        nothing, else the value.
       changes: the effect of a resume with another value, in words; "": none; None: its section's.
     """
-    return cast(_T, _Row(
-        default=_text(default), sentence=sentence, fixes=fixes, bounds=bounds, unit=unit, choices=choices, part=part,
-        maxtext=maxtext, warm_start=warm_start, chooses=chooses, shared=shared, changes=changes,
-    ))  # fmt: skip
+    return cast(
+        _T,
+        _Row(
+            default=_text(default),
+            sentence=sentence,
+            fixes=fixes,
+            bounds=bounds,
+            unit=unit,
+            choices=choices,
+            part=part,
+            maxtext=maxtext,
+            warm_start=warm_start,
+            chooses=chooses,
+            shared=shared,
+            changes=changes,
+        ),
+    )
 
 
 def _text(default: Any) -> str:
@@ -179,18 +208,21 @@ def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
 class Section(Mapping[str, Any]):
-    """A part of the config: frozen, a mapping of its keys, equal by its values, its fields keys or sections again.
+    """A part of the config: frozen, a mapping of its keys, equal by its values, its fields keys or
+    sections again.
 
-    A subclass lists its fields as a dataclass does, and takes all of them by name. Sections are not dataclasses,
-    because compiling their methods took most of the config's import time. A room takes only the sections that it may
-    know.
+    A subclass lists its fields as a dataclass does, and takes all of them by name. Sections are not
+    dataclasses, because compiling their methods took most of the config's import time. A room takes
+    only the sections that it may know.
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
     declared: ClassVar[tuple[Key, ...]] = ()  # its own keys, in its order
 
     def __init_subclass__(cls, changes: str = "") -> None:
-        """Reads the rows of a section; `changes` is the effect of a resume with another value of its keys."""
+        """Reads the rows of a section; `changes` is the effect of a resume with another value of
+        its keys.
+        """
         own = inspect.get_annotations(cls)
         rows = {name: row for name in own if isinstance(row := cls.__dict__.get(name), _Row)}
         for name in rows:
@@ -203,7 +235,10 @@ class Section(Mapping[str, Any]):
     def __init__(self, **values: object) -> None:
         if values.keys() != set(self._names):
             differing = sorted(values.keys() ^ set(self._names))
-            raise TypeError(f"{type(self).__name__}: takes {', '.join(self._names)}; missing or unknown: {differing}")
+            raise TypeError(
+                f"{type(self).__name__}: takes {', '.join(self._names)}; missing or unknown: "
+                f"{differing}"
+            )
         self.__dict__.update(values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -225,11 +260,15 @@ class Section(Mapping[str, Any]):
 
     @classmethod
     def of(cls, config: Keyed) -> Self:
-        """Returns this section of a config, or of anything else that has its keys; returns an instance unchanged."""
+        """Returns this section of a config, or of anything else that has its keys; returns an
+        instance unchanged.
+        """
         if type(config) is cls:
             return config
         parts = _parts(cls)
-        return cls(**{name: part.of(config) if part else config[name] for name, part in parts.items()})
+        return cls(
+            **{name: part.of(config) if part else config[name] for name, part in parts.items()}
+        )
 
     @classmethod
     def heading(cls) -> str:
@@ -238,7 +277,9 @@ class Section(Mapping[str, Any]):
         return sentence[0].lower() + sentence[1:]
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the value of a key in this section or an inner one; raises KeyError for any other name."""
+        """Returns the value of a key in this section or an inner one; raises KeyError for any other
+        name.
+        """
         value: Any = self
         for attribute in _places(type(self))[name]:
             value = getattr(value, attribute)
@@ -258,7 +299,9 @@ class Section(Mapping[str, Any]):
     def replaced(self, values: Mapping[str, Value]) -> Self:
         """Returns a copy with some values replaced; ignores keys of other sections."""
         changed = {
-            name: getattr(self, name).replaced(values) if part else values.get(name, getattr(self, name))
+            name: getattr(self, name).replaced(values)
+            if part
+            else values.get(name, getattr(self, name))
             for name, part in _parts(type(self)).items()
         }
         return type(self)(**changed)
@@ -276,7 +319,9 @@ def _places(section: type) -> dict[str, tuple[str, ...]]:
     """Returns, for each key of a section, the attributes that lead to it."""
     places: dict[str, tuple[str, ...]] = {}
     for name, part in _parts(section).items():
-        inner = {key: (name, *path) for key, path in _places(part).items()} if part else {name: (name,)}
+        inner = (
+            {key: (name, *path) for key, path in _places(part).items()} if part else {name: (name,)}
+        )
         places |= inner
     return places
 

@@ -1,9 +1,10 @@
 """YAML files, environment and overrides to one typed, locked config.
 
-Layers, later ones win: base.yml < the `base_config:` chain of CONFIG < CONFIG < environment variables MAXBATCH_KEY <
-`key=value` overrides. Among alternatives (the length of a run, the statement of the batch) the key in the highest layer
-displaces the others. A preset is just below the layer whose `model_name` names it, and displaces all model keys of
-lower layers; its other values are between the chain and CONFIG.
+Layers, later ones win: base.yml < the `base_config:` chain of CONFIG < CONFIG < environment
+variables MAXBATCH_KEY < `key=value` overrides. Among alternatives (the length of a run, the
+statement of the batch) the key in the highest layer displaces the others. A preset is just below
+the layer whose `model_name` names it, and displaces all model keys of lower layers; its other
+values are between the chain and CONFIG.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Entry, Fixes, Part
 from maxbatch.config.paths import configs_dir, place_fault, presets
-from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
+from maxbatch.config.rules import (
+    PRETRAINING_BATCH,
+    check_rules,
+    displaced,
+    refuse_pairs_without_prompts,
+)
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path, value_text
 from maxbatch.system.errors import ConfigError
@@ -54,15 +60,16 @@ class _Stated(NamedTuple):
 def find_config(name: str | os.PathLike[str]) -> AnyPath:
     """Returns the file of a config: a path, or the name of a packaged config.
 
-    `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` name the same packaged file from any folder; `llama3-8b`
-    is a preset. An existing file wins over a name.
+    `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` name the same packaged file from any
+    folder; `llama3-8b` is a preset. An existing file wins over a name.
     """
     if rule := url_fault(str(name)):
         raise ConfigError(f"config file {shown_path(name)}: must be {rule}")
     if is_remote(str(name)):
         return as_path(name)
     path = Path(name)
-    is_there = os.path.exists(path) and not path.is_dir()  # the folder of a run may have the name of its config
+    # the folder of a run may have the name of its config
+    is_there = os.path.exists(path) and not path.is_dir()
     return path if is_there else _packaged(os.fspath(name)) or path
 
 
@@ -70,26 +77,32 @@ def _packaged(name: str) -> Path | None:
     """Returns the file of a packaged config; the name may begin with `configs/`."""
     folder = configs_dir()
     ready = [file for file in sorted(folder.rglob("*.yml")) if file.parent.name != "sweeps"]
-    names = {text: file for file in ready for text in (file.stem, file.relative_to(folder).as_posix())}
+    names = {
+        text: file for file in ready for text in (file.stem, file.relative_to(folder).as_posix())
+    }
     return names.get(name.removeprefix("configs/"))
 
 
-def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), **keys: object) -> Config:
+def load_config(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), **keys: object
+) -> Config:
     """Reads the config of a run.
 
     Args:
-      path: a YAML file of keys, or the name of a packaged config (`find_config`); None: base.yml alone.
+      path: a YAML file of keys, or the name of a packaged config (`find_config`); None: base.yml
+        alone.
       overrides: "key=value" texts, the highest layer.
-      keys: keys by name, such as `steps=3` or `train_tokens="10M"`, in the same layer as `overrides`. The last
-        statement of a key wins.
+      keys: keys by name, such as `steps=3` or `train_tokens="10M"`, in the same layer as
+        `overrides`. The last statement of a key wins.
 
     Returns:
-      The whole config, frozen: every key of base.yml as an attribute and as an item. Alternatives that are not stated,
-      or are displaced, are None (the ramp: `enable_rampup_batch_size` is False).
+      The whole config, frozen: every key of base.yml as an attribute and as an item. Alternatives
+      that are not stated, or are displaced, are None (the ramp: `enable_rampup_batch_size` is
+      False).
 
     Raises:
-      ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside its rule,
-        alternatives stated together.
+      ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside
+        its rule, alternatives stated together.
     """
     stated = overrides if isinstance(overrides, str) else [*overrides, *override_texts(keys)]
     return config_from(resolve(path, stated))
@@ -101,13 +114,16 @@ def config_from(settings: Mapping[str, Setting]) -> Config:
 
 
 def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
-    """Returns a warning about a ramp of default keys displaced by a batch in a higher layer, or None.
+    """Returns a warning about a ramp of default keys displaced by a batch in a higher layer, or
+    None.
 
     The plan warns about other ramps; their keys are still in the config.
     """
     enabled, *others = names_of(Part.RAMP)
     by = settings[enabled].displaced_by
-    if by in ("", "batch_size") or any(settings[name].value != KEYS[name].default_value for name in others):
+    if by in ("", "batch_size") or any(
+        settings[name].value != KEYS[name].default_value for name in others
+    ):
         return None
     batch = f"{by}={value_text(settings[by].value)}"
     return f"{enabled}=true has no effect: {batch} replaces the ramp"
@@ -131,19 +147,30 @@ def _text_of(name: str, value: object) -> str:
         return value_text(value)
     if isinstance(value, numbers.Real):
         return str(value)
-    raise ConfigError(f"{name}={shown(repr(value))}: must be a text, a number, True, False, None or a list of them")
+    raise ConfigError(
+        f"{name}={shown(repr(value))}: must be a text, a number, True, False, None or a list of "
+        "them"
+    )
 
 
-def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
+def resolve(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> Mapping[str, Setting]:
     """Reads a config as `load_config` does, and returns each value with its layer."""
     _refuse_edited_base()
     files = _chain(find_config(path)) if path is not None else []
-    above = [*files[-1:], _Stated("environment", _environment()), _Stated("override", _overrides(overrides))]
+    above = [
+        *files[-1:],
+        _Stated("environment", _environment()),
+        _Stated("override", _overrides(overrides)),
+    ]
     _refuse_unknown(files[:-1], above, path)
     return _settled(files[:-1], above)
 
 
-def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -> Mapping[str, Setting]:
+def _settled(
+    stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]
+) -> Mapping[str, Setting]:
     """Merges the layers below and above a preset's rates; only keys of base.yml."""
     below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
     above = [_layer(*stated) for stated in stated_above]
@@ -153,7 +180,9 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     settings: dict[str, Setting] = {}
     for i, layer in enumerate(layers):
         if preset is not None and i == len(below):
-            _apply(settings, {name: setting for name, setting in preset.items() if name not in _FORM})
+            _apply(
+                settings, {name: setting for name, setting in preset.items() if name not in _FORM}
+            )
         if preset is not None and i == naming:
             _displace_form(settings, preset, layer["model_name"])
         _apply(settings, layer)
@@ -161,7 +190,11 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     values = _values(settings)
     check_rules(Config.of(values))
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
-        in_files = [layer for layer in above if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()]
+        in_files = [
+            layer
+            for layer in above
+            if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()
+        ]
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
         file = next(filter(None, places), None)  # one that states both has Axolotl's words
         imports = {"micro_batch_size": f"maxbatch import axolotl {file}"} if file else {}
@@ -195,8 +228,8 @@ def _refuse_edited_base() -> None:
         return
     if is_edited:
         raise ConfigError(
-            f"{shown_path(path)}: differs from the table of keys, which holds the defaults; works: a config file of "
-            "your own with base_config: base.yml"
+            f"{shown_path(path)}: differs from the table of keys, which holds the defaults; "
+            "works: a config file of your own with base_config: base.yml"
         )
 
 
@@ -223,7 +256,9 @@ def _chain(path: AnyPath) -> list[_Stated]:
             rule = f"must not lead back to a file of its own chain ({loop})"
             raise ConfigError(f"base_config={shown_path(path)}: {rule}")
         if len(seen) == _MOST_FILES:
-            raise ConfigError(f"base_config={shown_path(path)}: a chain has at most {_MOST_FILES} files")
+            raise ConfigError(
+                f"base_config={shown_path(path)}: a chain has at most {_MOST_FILES} files"
+            )
         seen.append(real)
         base = next((entry for entry in stated if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"
@@ -249,8 +284,8 @@ def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     if model_name not in files:
         nearest = nearest_name(model_name, files) or "default"
         raise ConfigError(
-            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(files), 300)}; "
-            f"works: model_name={nearest}"
+            f"model_name={shown(model_name)}: must be default, {AUTO} or one of "
+            f"{shown(', '.join(files), 300)}; works: model_name={nearest}"
         )
     from maxbatch.config.yaml_file import entries
 
@@ -260,22 +295,32 @@ def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
 def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
 
-    The folder is not needed if a layer from `model_name` upwards states all of them, as the config of a run does; that
-    folder may no longer exist.
+    The folder is not needed if a layer from `model_name` upwards states all of them, as the config
+    of a run does; that folder may no longer exist.
     """
     if any(layer.keys() >= _FORM for layer in layers[naming:]):
         return None
-    from maxbatch.huggingface.folder.config_json import CONFIG_FILE, is_huggingface_folder, keys_of_folder
+    from maxbatch.huggingface.folder.config_json import (
+        CONFIG_FILE,
+        is_huggingface_folder,
+        keys_of_folder,
+    )
     from maxbatch.huggingface.folder.hub import hub_problem
 
-    path = str([layer["load_parameters_path"].value for layer in layers if "load_parameters_path" in layer][-1])
+    path = str(
+        [
+            layer["load_parameters_path"].value
+            for layer in layers
+            if "load_parameters_path" in layer
+        ][-1]
+    )
     if not path or not is_huggingface_folder(path):
         where = f"load_parameters_path={shown(path) or repr(path)}"
         if problem := hub_problem(path):
             raise ConfigError(f"{where}: {problem}")
         raise ConfigError(
-            f"model_name={AUTO}: reads the model keys from the config.json of a Hugging Face folder, and {where} is "
-            "none; works: model_name=default"
+            f"model_name={AUTO}: reads the model keys from the config.json of a Hugging Face "
+            f"folder, and {where} is none; works: model_name=default"
         )
     stated = keys_of_folder(path)
     where = f"{shown_path(path)}/{CONFIG_FILE}"
@@ -297,7 +342,9 @@ def _environment() -> list[Entry]:
         if variable.startswith(_ENVIRONMENT):
             name = variable.removeprefix(_ENVIRONMENT)
             if name != name.upper() or name.lower() not in KEYS:
-                faults.append(f"environment variable {shown(variable)}: names no config key{_hint(name)}")
+                faults.append(
+                    f"environment variable {shown(variable)}: names no config key{_hint(name)}"
+                )
             stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
     if faults:
         raise ConfigError("; ".join(faults))
@@ -311,20 +358,28 @@ def _hint(name: str) -> str:
     return f"; nearest: {_ENVIRONMENT}{near.upper()}" if separator else said
 
 
-def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: str | os.PathLike[str] | None) -> None:
+def _refuse_unknown(
+    below: Sequence[_Stated], above: Sequence[_Stated], path: str | os.PathLike[str] | None
+) -> None:
     """Raises a ConfigError that names all unknown keys.
 
-    Beside an unknown key, a key of the batch of prompts counts as another framework's word, unless such a batch is
-    stated.
+    Beside an unknown key, a key of the batch of prompts counts as another framework's word, unless
+    such a batch is stated.
     """
     known = KEYS.keys() | {"base_config"}
-    layers = [layer for layer in (*below, *above) if any(entry.name not in known for entry in layer.entries)]
+    layers = [
+        layer
+        for layer in (*below, *above)
+        if any(entry.name not in known for entry in layer.entries)
+    ]
     if not layers:
         return
     from maxbatch.config.unknown import UnknownKeys
     from maxbatch.config.words import look_up
 
-    has_prompts = any(entry.name == "batch_size" for layer in (*below, *above) for entry in layer.entries)
+    has_prompts = any(
+        entry.name == "batch_size" for layer in (*below, *above) for entry in layer.entries
+    )
     of_prompts = () if has_prompts else names_of(Part.PROMPT_BATCH)
     foreign = {name for name in of_prompts if (row := look_up(name)) and not row.is_of_prompts}
     entries_of = [entry for layer in layers for entry in layer.entries]
@@ -332,17 +387,30 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
 
     def settled(place_of: Mapping[str, Mapping[str, str]]) -> Mapping[str, Value] | None:
         def replaced(layer: _Stated) -> _Stated:
-            texts = ((entry, place_of.get(entry.name, {entry.name: entry.text})) for entry in layer.entries)
+            texts = (
+                (entry, place_of.get(entry.name, {entry.name: entry.text}))
+                for entry in layer.entries
+            )
             return layer._replace(
-                entries=[entry._replace(name=name, text=text) for entry, own in texts for name, text in own.items()]
+                entries=[
+                    entry._replace(name=name, text=text)
+                    for entry, own in texts
+                    for name, text in own.items()
+                ]
             )
 
         try:
-            return _values(_settled(*([replaced(layer) for layer in layers] for layers in (below, above))))
+            return _values(
+                _settled(*([replaced(layer) for layer in layers] for layers in (below, above)))
+            )
         except ConfigError:
             return None
 
-    in_file = any(entry.where and entry.name not in known for layer in (*below, *above) for entry in layer.entries)
+    in_file = any(
+        entry.where and entry.name not in known
+        for layer in (*below, *above)
+        for entry in layer.entries
+    )
     own = {entry.name: entry.text for entry in entries_of if entry.name in known - foreign}
     raise UnknownKeys(unknown, str(path) if in_file else None, settled, own)
 
@@ -350,11 +418,15 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
 def _overrides(overrides: Sequence[str]) -> list[Entry]:
     if isinstance(overrides, str):
         text = shown(overrides)
-        raise ConfigError(f'overrides="{text}": must be a list of texts; works: overrides=["{text}"]')
+        raise ConfigError(
+            f'overrides="{text}": must be a list of texts; works: overrides=["{text}"]'
+        )
     stated = []
     for override in overrides:
         if not isinstance(override, str):
-            raise ConfigError(f"overrides: {shown(repr(override))} must be a text; works: overrides=['steps=100']")
+            raise ConfigError(
+                f"overrides: {shown(repr(override))} must be a text; works: overrides=['steps=100']"
+            )
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"{shown(override)}: an override is key=value; works: steps=100")
@@ -389,21 +461,28 @@ def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
 
 def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
     """Sets run_dir in a layer that states MaxText's base_output_directory and run_name."""
-    words = [name for name in ("base_output_directory", "run_name") if name in layer and layer[name].value]
+    words = [
+        name
+        for name in ("base_output_directory", "run_name")
+        if name in layer and layer[name].value
+    ]
     if words:
         folder, name = (str(settings[word].value) for word in ("base_output_directory", "run_name"))
         place = f"{folder.rstrip('/')}/{name}" if folder and name else folder or f"runs/{name}"
         if "run_dir" in layer and layer["run_dir"].value != place:
             raise ConfigError(
-                f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside {' and '.join(words)}, which "
-                f"mean {shown(place)}; works: run_dir={shlex.quote(place)}"
+                f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside "
+                f"{' and '.join(words)}, which mean {shown(place)}; works: "
+                f"run_dir={shlex.quote(place)}"
             )
         if rule := place_fault(place):
             raise ConfigError(f"{' and '.join(words)} mean run_dir={shown(place)}: must be {rule}")
         settings["run_dir"] = settings[words[0]]._replace(value=place)
     elif "run_dir" in layer:
         for name in ("base_output_directory", "run_name"):
-            settings[name] = layer["run_dir"]._replace(value="", displaced_by="run_dir" * bool(settings[name].value))
+            settings[name] = layer["run_dir"]._replace(
+                value="", displaced_by="run_dir" * bool(settings[name].value)
+            )
 
 
 def _values(layer: _Layer) -> dict[str, Value]:

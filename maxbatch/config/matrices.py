@@ -1,7 +1,7 @@
 """The parameters of a decoder, as a table with one row per parameter.
 
-Shapes, counts, FLOPs, initial values, partitions, the matrices of Muon and LoRA, the products that rematerialisation
-keeps and the tensors of Hugging Face folders follow from it.
+Shapes, counts, FLOPs, initial values, partitions, the matrices of Muon and LoRA, the products that
+rematerialisation keeps and the tensors of Hugging Face folders follow from it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ from maxbatch.config.sections import ModelConfig
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
-# The stacks of layers, in order: the first, dense ones of a model with experts; most layers; and the last ones, whose
-# keys and values are those of layers before them. Layers of several forms are stacked by their place in the cycle that
-# they repeat, a number behind the stack's name (`layers.1.attention.query`).
+# The stacks of layers, in order: the first, dense ones of a model with experts; most layers; and
+# the last ones, whose keys and values are those of layers before them. Layers of several forms are
+# stacked by their place in the cycle that they repeat, a number behind the stack's name
+# (`layers.1.attention.query`).
 STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
 # Axes of vectors that are computed in float32.
 NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
 
 # Matrices by their names in Hugging Face's models of LLaMA's form, which PEFT's adapters take.
-OF_PEFT = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate",
-           "up_proj": "up", "down_proj": "down"}  # fmt: skip
+OF_PEFT = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "out",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +46,15 @@ class Parameter:
     Parameters of experts have an axis of experts before them.
     """
 
-    name: str  # its path, joined by dots; in a stack of layers it also has a leading axis of the stack's name
+    # its path, joined by dots; in a stack of layers it also has a leading axis of the stack's name
+    name: str
     outputs: Axes  # all axes of a norm's scale or a bias
     inputs: Axes = ()  # summed over by a product, or indexed by a lookup
     is_lookup: bool = False  # a lookup of rows; tied to the output, it also multiplies, transposed
     per_expert: bool = False  # whether each expert has one
     is_float32: bool = False  # whether it is float32 for any `weight_dtype`
-    is_convolution: bool = False  # the weights of a depthwise convolution; its width is the last axis
+    # the weights of a depthwise convolution; its width is the last axis
+    is_convolution: bool = False
     first: Literal["zeros", "ones", "decays"] = "zeros"  # of vectors, unless they are scales
     kept: str = ""  # the name of its product for rematerialisation
     has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
@@ -71,7 +81,9 @@ class Parameter:
 
     @property
     def layer(self) -> ParameterPath:
-        """The path of its layer: its stack and its place in a cycle of several forms; empty outside of layers."""
+        """The path of its layer: its stack and its place in a cycle of several forms; empty outside
+        of layers.
+        """
         return self.path[: 1 + self.path[1].isdigit()] if self.is_stacked else ()
 
     @property
@@ -91,7 +103,9 @@ class Parameter:
 
     def size(self, model: ModelConfig) -> int:
         """Returns the number of its values, in all layers."""
-        return math.prod(self.shape(model)) * (num_stacked(model, self.path[0]) if self.is_stacked else 1)
+        return math.prod(self.shape(model)) * (
+            num_stacked(model, self.path[0]) if self.is_stacked else 1
+        )
 
     def active_size(self, model: ModelConfig) -> int:
         """Returns the number of its values that a token uses, in all layers."""
@@ -102,34 +116,56 @@ class Parameter:
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
     """Returns the size of each logical axis."""
     return {
-        "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
-        "norm": model.base_emb_dim, "attended": model.attention_output_dim, "attended_norm": model.attention_output_dim,
-        "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
-        "head_dim": model.head_dim, "global_head_dim": global_head_dim(model),
+        "vocab": model.vocab_size,
+        "position": model.trainable_position_size,
+        "embed": model.base_emb_dim,
+        "norm": model.base_emb_dim,
+        "attended": model.attention_output_dim,
+        "attended_norm": model.attention_output_dim,
+        "heads": model.base_num_query_heads,
+        "kv_heads": model.base_num_kv_heads,
+        "head_dim": model.head_dim,
+        "global_head_dim": global_head_dim(model),
         "global_kv_heads": model.global_num_kv_heads or model.base_num_kv_heads,
-        "layer": 1, "mlp": model.base_mlp_dim, "experts": model.num_experts,
+        "layer": 1,
+        "mlp": model.base_mlp_dim,
+        "experts": model.num_experts,
         "kv_shared_mlp": model.base_mlp_dim * (2 if model.use_double_wide_mlp else 1),
         "input_layers": model.base_num_decoder_layers,
         **dict.fromkeys(
-            ("layer_input", "gated_input", "input_norm"), FAMILIES[model.decoder_block].layer_input_width
+            ("layer_input", "gated_input", "input_norm"),
+            FAMILIES[model.decoder_block].layer_input_width,
         ),
-        "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
+        "router": model.num_experts,
+        "moe_mlp": moe_mlp_dim(model),
         "shared_mlp": model.shared_experts * moe_mlp_dim(model),
-        "q_lora": model.q_lora_rank, "q_latent": model.q_lora_rank, "q_norm": model.q_lora_rank,
-        "kv_lora": model.kv_lora_rank, "kv_norm": model.kv_lora_rank,
+        "q_lora": model.q_lora_rank,
+        "q_latent": model.q_lora_rank,
+        "q_norm": model.q_lora_rank,
+        "kv_lora": model.kv_lora_rank,
+        "kv_norm": model.kv_lora_rank,
         "latent_and_key": model.kv_lora_rank + model.qk_rope_head_dim,
         "qk_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
-        "key_and_value": model.qk_nope_head_dim + model.v_head_dim, "v_dim": model.v_head_dim,
-        "delta_key_heads": model.gdn_num_key_heads, "delta_heads": model.gdn_num_value_heads,
-        "delta_key_dim": model.gdn_key_head_dim, "delta_value_dim": model.gdn_key_head_dim,
-        "delta_norm": model.gdn_key_head_dim, "decay_heads": model.gdn_num_value_heads,
-        "convolution": CONVOLUTION_TOKENS, "shared_gate": 1,
-    }  # fmt: skip
+        "key_and_value": model.qk_nope_head_dim + model.v_head_dim,
+        "v_dim": model.v_head_dim,
+        "delta_key_heads": model.gdn_num_key_heads,
+        "delta_heads": model.gdn_num_value_heads,
+        "delta_key_dim": model.gdn_key_head_dim,
+        "delta_value_dim": model.gdn_key_head_dim,
+        "delta_norm": model.gdn_key_head_dim,
+        "decay_heads": model.gdn_num_value_heads,
+        "convolution": CONVOLUTION_TOKENS,
+        "shared_gate": 1,
+    }
 
 
 def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
     first, last = model.first_num_dense_layers, model.num_kv_shared_layers
-    sizes = {DENSE_LAYERS: first, LAYERS: model.base_num_decoder_layers - first - last, KV_SHARED_LAYERS: last}
+    sizes = {
+        DENSE_LAYERS: first,
+        LAYERS: model.base_num_decoder_layers - first - last,
+        KV_SHARED_LAYERS: last,
+    }
     return sizes[stack]
 
 
@@ -144,7 +180,9 @@ def num_stacked(model: ModelConfig, stack: str = LAYERS) -> int:
 
 
 def layer_paths(model: ModelConfig, stack: str = LAYERS) -> tuple[ParameterPath, ...]:
-    """Returns the path of each place in the cycle of a stack, in order; without a cycle, the path of all its layers."""
+    """Returns the path of each place in the cycle of a stack, in order; without a cycle, the path
+    of all its layers.
+    """
     return _paths(cycle_of(model), stack)
 
 
@@ -158,7 +196,9 @@ def num_sparse_layers(model: ModelConfig) -> int:
 
 
 def attention_widths(model: ModelConfig, is_local: bool = False) -> tuple[int, int]:
-    """Returns the width of a head's query and key, and the width of its value, in local or in global layers."""
+    """Returns the width of a head's query and key, and the width of its value, in local or in
+    global layers.
+    """
     if FAMILIES[model.decoder_block].has_latents:
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     width = model.head_dim if is_local else global_head_dim(model)
@@ -171,7 +211,9 @@ def global_head_dim(model: ModelConfig) -> int:
 
 
 def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
-    """Returns the factor on a parameter's usual value in a model whose query weights hold the scale of scores."""
+    """Returns the factor on a parameter's usual value in a model whose query weights hold the scale
+    of scores.
+    """
     if not model.query_weights_scaled or path[-1] not in ("query", "query_bias"):
         return 1.0
     return 1 / math.sqrt(model.query_pre_attn_scalar or model.head_dim)
@@ -189,10 +231,15 @@ def is_gated(model: ModelConfig) -> bool:
 
 @cache
 def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter, ...]:
-    """Returns a family's possible parameters with layers of these forms, in the order of their creation."""
+    """Returns a family's possible parameters with layers of these forms, in the order of their
+    creation.
+    """
     family = FAMILIES[decoder_block]
-    # The width of attention's output and of the experts' tokens: of a product's input or output, and of a vector.
-    attended, attended_norm = ("attended", "attended_norm") if family.has_narrow_experts else ("embed", "norm")
+    # The width of attention's output and of the experts' tokens: of a product's input or output,
+    # and of a vector.
+    attended, attended_norm = (
+        ("attended", "attended_norm") if family.has_narrow_experts else ("embed", "norm")
+    )
 
     def norm(name: str, axis: str = "norm") -> tuple[Parameter, ...]:
         parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
@@ -245,13 +292,29 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         return tuple(row for row in rows if row.name.removeprefix(f"{attention}.") not in absent)
 
     def latent_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
-        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key."""
+        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as
+        query and key.
+        """
         query, up = ("heads", "qk_dim"), ("heads", "key_and_value")
         return (
-            Parameter(f"{attention}.query", query, ("embed",), kept="query_proj", has=lambda m: not m.q_lora_rank),
-            Parameter(f"{attention}.query_down", ("q_latent",), ("embed",), kept="query_proj", has=has_query_latent),
+            Parameter(
+                f"{attention}.query",
+                query,
+                ("embed",),
+                kept="query_proj",
+                has=lambda m: not m.q_lora_rank,
+            ),
+            Parameter(
+                f"{attention}.query_down",
+                ("q_latent",),
+                ("embed",),
+                kept="query_proj",
+                has=has_query_latent,
+            ),
             Parameter(f"{attention}.query_down_norm.scale", ("q_norm",), has=has_query_latent),
-            Parameter(f"{attention}.query_up", query, ("q_lora",), kept="query_proj", has=has_query_latent),
+            Parameter(
+                f"{attention}.query_up", query, ("q_lora",), kept="query_proj", has=has_query_latent
+            ),
             Parameter(f"{attention}.latent", ("latent_and_key",), ("embed",), kept="key_proj"),
             Parameter(f"{attention}.latent_norm.scale", ("kv_norm",)),
             Parameter(f"{attention}.latent_up", up, ("kv_lora",), kept="value_proj"),
@@ -259,8 +322,14 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         )
 
     def delta_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
-        """Returns the parameters of a gated delta rule; its gate is kept as the values, which are as wide."""
-        key, value, rates = ("delta_key_heads", "delta_key_dim"), ("delta_heads", "delta_value_dim"), ("delta_heads",)
+        """Returns the parameters of a gated delta rule; its gate is kept as the values, which are
+        as wide.
+        """
+        key, value, rates = (
+            ("delta_key_heads", "delta_key_dim"),
+            ("delta_heads", "delta_value_dim"),
+            ("delta_heads",),
+        )
         return (
             Parameter(f"{attention}.delta_query", key, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.delta_key", key, ("embed",), kept="key_proj"),
@@ -280,7 +349,8 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     def mlp_rows(mlp: str, hidden: str = "mlp") -> tuple[Parameter, ...]:
         return (
             Parameter(f"{mlp}.gate", (hidden,), ("embed",), kept="mlpwi_0", has=is_gated),
-            Parameter(f"{mlp}.up", (hidden,), ("embed",), kept="mlpwi_1"),  # without a gate, the name of the gate
+            # without a gate, the name of the gate
+            Parameter(f"{mlp}.up", (hidden,), ("embed",), kept="mlpwi_1"),
             Parameter(f"{mlp}.down", ("embed",), (hidden,), kept="mlpwo"),
             Parameter(f"{mlp}.gate_bias", (hidden,), has=lambda m: is_gated(m) and has_mlp_bias(m)),
             Parameter(f"{mlp}.up_bias", (hidden,), has=has_mlp_bias),
@@ -309,15 +379,41 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
             Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
         )
-        scales = (Parameter(f"{experts}.router_scale", ("norm",)), Parameter(f"{experts}.expert_scale", ("router",)))
+        scales = (
+            Parameter(f"{experts}.router_scale", ("norm",)),
+            Parameter(f"{experts}.expert_scale", ("router",)),
+        )
         return (
             Parameter(f"{experts}.router", ("router",), (attended,)),
-            Parameter(f"{experts}.expert_gate", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_0"),
-            Parameter(f"{experts}.expert_up", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_1"),
-            Parameter(f"{experts}.expert_down", (attended,), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
+            Parameter(
+                f"{experts}.expert_gate",
+                ("moe_mlp",),
+                (attended,),
+                per_expert=True,
+                kept="moe_mlpwi_0",
+            ),
+            Parameter(
+                f"{experts}.expert_up",
+                ("moe_mlp",),
+                (attended,),
+                per_expert=True,
+                kept="moe_mlpwi_1",
+            ),
+            Parameter(
+                f"{experts}.expert_down",
+                (attended,),
+                ("moe_mlp",),
+                per_expert=True,
+                kept="moe_mlpwo",
+            ),
             *(biases if family.has_expert_biases else ()),
             *(scales if family.has_experts_beside_mlp else ()),
-            Parameter(f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, has=lambda m: m.routed_bias),
+            Parameter(
+                f"{experts}.{ROUTED_BIAS}",
+                ("router",),
+                is_float32=True,
+                has=lambda m: m.routed_bias,
+            ),
         )
 
     def widen(name: str) -> Parameter:
@@ -325,7 +421,9 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
 
     def mlp_or_experts(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
         if not has_experts:
-            return mlp_rows(f"{stack}.mlp", "kv_shared_mlp" if stack.startswith(KV_SHARED_LAYERS) else "mlp")
+            return mlp_rows(
+                f"{stack}.mlp", "kv_shared_mlp" if stack.startswith(KV_SHARED_LAYERS) else "mlp"
+            )
         if not family.has_experts_beside_mlp:
             return experts_rows(f"{stack}.experts")
         return (
@@ -352,14 +450,21 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         )
 
     def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
-        has_experts, attention = form.has_experts, latent_rows if family.has_latents else attention_rows
+        has_experts, attention = (
+            form.has_experts,
+            latent_rows if family.has_latents else attention_rows,
+        )
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
             *(delta_rows if form.has_delta_rule else attention)(f"{stack}.attention", form),
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
             *mlp_or_experts(stack, has_experts),
-            *(shared_rows(f"{stack}.shared_experts") if "shared_experts" in family.own_keys and has_experts else ()),
+            *(
+                shared_rows(f"{stack}.shared_experts")
+                if "shared_experts" in family.own_keys and has_experts
+                else ()
+            ),
             *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
             *(layer_input_rows(stack) if family.layer_input_width else ()),
@@ -372,14 +477,22 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
 
     def if_any(rows: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         def own(row: Parameter) -> Parameter:
-            return dataclasses.replace(row, has=lambda m: num_layers(m, row.path[0]) > 0 and row.has(m))
+            return dataclasses.replace(
+                row, has=lambda m: num_layers(m, row.path[0]) > 0 and row.has(m)
+            )
 
         return tuple(map(own, rows))
 
     dense = layers(DENSE_LAYERS, LayerForm(has_experts=False)) if family.has_latents else ()
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
-        Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
+        Parameter(
+            "positions",
+            ("embed",),
+            ("position",),
+            is_lookup=True,
+            has=lambda m: m.trainable_position_size > 0,
+        ),
         *(layer_inputs_rows() if family.layer_input_width else ()),
         *if_any(dense),
         *of_cycle(LAYERS),
@@ -393,9 +506,9 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
 TABLES: dict[str, tuple[Parameter, ...]] = {
     name: _table(name, possible_forms(family)) for name, family in FAMILIES.items()
 }
-# The matrices of a layer that Muon orthogonalises and LoRA adapts, by the last part of their names. Embedding and
-# output projection are left out: their rows are lookups, not a map (Jordan et al. 2024). A name in several families has
-# the first family's row.
+# The matrices of a layer that Muon orthogonalises and LoRA adapts, by the last part of their names.
+# Embedding and output projection are left out: their rows are lookups, not a map (Jordan et al.
+# 2024). A name in several families has the first family's row.
 MATRICES: dict[str, Parameter] = {}
 for _row in (row for table in TABLES.values() for row in table if row.is_stacked and row.is_map):
     MATRICES.setdefault(_row.path[-1], _row)
@@ -403,7 +516,9 @@ for _row in (row for table in TABLES.values() for row in table if row.is_stacked
 
 # The names by which rematerialisation keeps the products of experts.
 KEPT_OF_EXPERTS = tuple(
-    dict.fromkeys(row.kept for table in TABLES.values() for row in table if row.per_expert and row.kept)
+    dict.fromkeys(
+        row.kept for table in TABLES.values() for row in table if row.per_expert and row.kept
+    )
 )
 
 
@@ -423,10 +538,14 @@ def model_size(model: ModelConfig) -> int:
 
 
 def active_model_size(model: ModelConfig) -> int:
-    """Returns the number of values that a token uses: all, except the experts that it is not routed to."""
+    """Returns the number of values that a token uses: all, except the experts that it is not routed
+    to.
+    """
     return sum(row.active_size(model) for row in parameters(model))
 
 
 def of_experts(name: str) -> bool:
-    """Returns whether a matrix of a layer, by the last part of its name, belongs to experts or to their router."""
+    """Returns whether a matrix of a layer, by the last part of its name, belongs to experts or to
+    their router.
+    """
     return MATRICES[name].path[-2] == "experts"

@@ -1,4 +1,6 @@
-"""The key `own_parts`: the user's own parts of a run, which only `maxbatch.train` in Python can be given."""
+"""The key `own_parts`: the user's own parts of a run, which only `maxbatch.train` in Python can be
+given.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ from collections.abc import Collection, Mapping
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
-PARTS = ("model", "objective", "optimizer", "stream", "eval_stream", "outputs")  # arguments of `maxbatch.train`
+# arguments of `maxbatch.train`
+PARTS = ("model", "objective", "optimizer", "stream", "eval_stream", "outputs")
 TRAINED = PARTS[:-1]  # without which another run would be trained
 
 
 def own_parts_text(names: Mapping[str, str]) -> str:
-    """Returns the value of `own_parts`, such as `model: mine.Net, stream: mine.Rows`, from names by argument."""
+    """Returns the value of `own_parts`, such as `model: mine.Net, stream: mine.Rows`, from names by
+    argument.
+    """
     return ", ".join(f"{argument}: {names[argument]}" for argument in PARTS if argument in names)
 
 
@@ -23,14 +28,16 @@ def own_parts_of(text: str) -> dict[str, str]:
         argument, colon, name = part.partition(": ")
         if not colon or argument not in PARTS or not name:
             raise ConfigError(
-                f"own_parts={shown(repr(text))}: must be parts and their names, as `maxbatch.train` writes them; "
-                "works: own_parts='stream: mine.Rows'"
+                f"own_parts={shown(repr(text))}: must be parts and their names, as "
+                "`maxbatch.train` writes them; works: own_parts='stream: mine.Rows'"
             )
         names[argument] = name
     return names
 
 
-def refuse_own_parts(text: str, needed: Collection[str] = TRAINED, given: Collection[str] = ()) -> None:
+def refuse_own_parts(
+    text: str, needed: Collection[str] = TRAINED, given: Collection[str] = ()
+) -> None:
     """Raises ConfigError for a config of own parts that are missing here.
 
     Args:
@@ -38,10 +45,17 @@ def refuse_own_parts(text: str, needed: Collection[str] = TRAINED, given: Collec
       given: arguments of the parts that are here.
     """
     names = own_parts_of(text)
-    missing = {argument: names[argument] for argument in needed if argument in names and argument not in given}
+    missing = {
+        argument: names[argument]
+        for argument in needed
+        if argument in names and argument not in given
+    }
     if missing:
-        arguments = ", ".join(f"{argument}={name.rpartition('.')[2]}" for argument, name in missing.items())
+        arguments = ", ".join(
+            f"{argument}={name.rpartition('.')[2]}" for argument, name in missing.items()
+        )
         raise ConfigError(
-            f"own_parts={shown(repr(text))}: the config is of a run with {own_parts_text(missing)}, which a command "
-            f"cannot load; works: maxbatch.train(config, {arguments}) in Python, or own_parts='' for the config's own"
+            f"own_parts={shown(repr(text))}: the config is of a run with "
+            f"{own_parts_text(missing)}, which a command cannot load; works: "
+            f"maxbatch.train(config, {arguments}) in Python, or own_parts='' for the config's own"
         )

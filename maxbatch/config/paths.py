@@ -1,4 +1,6 @@
-"""The folder of configs, and rules for paths in configs and arguments: local paths, object stores, and mixtures."""
+"""The folder of configs, and rules for paths in configs and arguments: local paths, object stores,
+and mixtures.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from pathlib import Path
 
 from maxbatch.system.storage import is_remote, scheme_of, url_fault
 
-_MOST_BYTES, _MOST_NAME_BYTES = 4096, 255  # Linux's PATH_MAX, its closing zero included, and NAME_MAX
+# Linux's PATH_MAX, its closing zero included, and NAME_MAX
+_MOST_BYTES, _MOST_NAME_BYTES = 4096, 255
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
 def configs_dir() -> Path:
-    """Returns the folder of base.yml and models/: inside an installed package, at the top of a checkout."""
+    """Returns the folder of base.yml and models/: inside an installed package, at the top of a
+    checkout.
+    """
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "base.yml").is_file() else package / "configs"
@@ -43,12 +48,21 @@ def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
 def _too_long(path: str) -> str | None:
     """Returns the rule broken by a path too long for a local file system, or None."""
     names = os.fsencode(path).split(b"/")
-    is_short = sum(map(len, names)) + len(names) <= _MOST_BYTES and max(map(len, names)) <= _MOST_NAME_BYTES
-    return None if is_short else f"a path of at most {_MOST_BYTES:,} bytes, {_MOST_NAME_BYTES} between slashes"
+    is_short = (
+        sum(map(len, names)) + len(names) <= _MOST_BYTES
+        and max(map(len, names)) <= _MOST_NAME_BYTES
+    )
+    return (
+        None
+        if is_short
+        else f"a path of at most {_MOST_BYTES:,} bytes, {_MOST_NAME_BYTES} between slashes"
+    )
 
 
 def data_fault(paths: str) -> str | None:
-    """Returns the rule broken by one of several data paths, which are joined by ";" or in a mapping."""
+    """Returns the rule broken by one of several data paths, which are joined by ";" or in a
+    mapping.
+    """
     parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
     urls = [path.strip() for path in parts if scheme_of(path)]
     return next(filter(None, (place_fault(url, may_hold_pattern=True) for url in urls)), None)
@@ -60,6 +74,8 @@ def is_staged(paths: str) -> bool:
 
 
 def is_mixture_file(path: str, dataset_type: str) -> bool:
-    """Returns whether a dataset path names a file that lists the sources of a mixture; of `json` only YAML does."""
+    """Returns whether a dataset path names a file that lists the sources of a mixture; of `json`
+    only YAML does.
+    """
     suffixes = tuple(suffix for suffix in _MIXTURE_FILES if suffix != f".{dataset_type}")
     return path.lower().endswith(suffixes) and not glob.has_magic(path) and ";" not in path

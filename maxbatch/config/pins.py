@@ -17,7 +17,9 @@ from maxbatch.system.storage import AnyPath
 
 
 def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
-    """Returns the facts of a config that hosts compare before they read any data, as texts by key."""
+    """Returns the facts of a config that hosts compare before they read any data, as texts by
+    key.
+    """
     facts = {}
     for name, key in KEYS.items():
         value = config[name]
@@ -42,13 +44,16 @@ def states_batch(name: str) -> bool:
 
 
 def read_written(path: AnyPath) -> Config | None:
-    """Reads the config written by a run, without the environment; returns None if it cannot be read.
+    """Reads the config written by a run, without the environment; returns None if it cannot be
+    read.
 
     Missing keys are newer than the run, so they have their defaults.
     """
     try:
         texts = {entry.name: (entry.text, entry.plain) for entry in entries(path)}
-        return Config.of({name: key.read(*texts.get(name, (key.default,))) for name, key in KEYS.items()})
+        return Config.of(
+            {name: key.read(*texts.get(name, (key.default,))) for name, key in KEYS.items()}
+        )
     except ConfigError:
         return None
 
@@ -56,14 +61,19 @@ def read_written(path: AnyPath) -> Config | None:
 def changed_since(
     previous: Mapping[str, Value], config: Mapping[str, Value], of_batch: str = THE_BATCH
 ) -> dict[str, str]:
-    """Returns a line for each key whose value differs from the previous session's and changes the run, by key.
+    """Returns a line for each key whose value differs from the previous session's and changes the
+    run, by key.
 
     `of_batch` is the effect of the keys of the batch: `THE_BATCH` or `THE_CUT`.
     """
     states_prompts = previous["batch_size"] is not None  # then no key states the batch in samples
     lines = {}
     for name, key in KEYS.items():
-        if previous[name] != config[name] and key.changes and not (states_prompts and states_batch(name)):
+        if (
+            previous[name] != config[name]
+            and key.changes
+            and not (states_prompts and states_batch(name))
+        ):
             before, now = (shown(value_text(values[name])) or '""' for values in (previous, config))
             what = of_batch if states_batch(name) else key.changes
             lines[name] = f"{name}: {before} before, {now} now: changes {what}"

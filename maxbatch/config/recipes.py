@@ -1,8 +1,9 @@
 """The kind of sample that a config chooses, as one object: a recipe.
 
-A kind is a file of `maxbatch/recipes/` and the keys that it reads; one of them chooses it (`key(chooses=...)`). This
-module declares the facts of a kind. The rooms above declare its methods (`StoreRecipe`, `StreamRecipe`,
-`TrainedRecipe`), with plain text as the default, so no room tests for a kind, and a new kind changes no room.
+A kind is a file of `maxbatch/recipes/` and the keys that it reads; one of them chooses it
+(`key(chooses=...)`). This module declares the facts of a kind. The rooms above declare its methods
+(`StoreRecipe`, `StreamRecipe`, `TrainedRecipe`), with plain text as the default, so no room tests
+for a kind, and a new kind changes no room.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Recipe(Section):
       rows_per_sample: rows of `max_target_length` tokens per sample.
       records: its records, for messages.
       fields: the names of a record's fields, for messages; "": records need no fields.
-      has_answers: whether a record is a question with answers, so that training may be on answers alone. Its texts
-        begin as the tokenizer's chat template does, for any `add_bos`.
+      has_answers: whether a record is a question with answers, so that training may be on answers
+        alone. Its texts begin as the tokenizer's chat template does, for any `add_bos`.
       holds_chats: whether a record may be a conversation, so that the model learns to chat.
       is_sampled: whether a sample is a prompt, whose responses the model itself draws.
     """
@@ -49,7 +50,8 @@ class Recipe(Section):
     @classmethod
     def of(cls, config: Keyed) -> Self:
         """Returns a kind, or the one that a config's keys choose, as this room's type."""
-        found = vars(config).get("recipe") if isinstance(config, Section) else None  # it may lack the keys that choose
+        # it may lack the keys that choose
+        found = vars(config).get("recipe") if isinstance(config, Section) else None
         if isinstance(config, Recipe):
             found = config
         elif found is None:
@@ -61,7 +63,9 @@ class Recipe(Section):
     @classmethod
     def flagged(cls) -> list[Self]:
         """Returns the kinds that a flag chooses, the last declared first."""
-        flags = [kind for name, kind in reversed(list(CHOICES.items())) if KEYS[name].kind == "bool"]
+        flags = [
+            kind for name, kind in reversed(list(CHOICES.items())) if KEYS[name].kind == "bool"
+        ]
         return [found for found in map(_named, flags) if isinstance(found, cls)]
 
     @property

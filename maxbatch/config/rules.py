@@ -14,7 +14,15 @@ from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
-from maxbatch.config.sections import KEYS, READY_TASKS, RECORD_TYPES, STORES, AllKeys, customised_tensors, names_of
+from maxbatch.config.sections import (
+    KEYS,
+    READY_TASKS,
+    RECORD_TYPES,
+    STORES,
+    AllKeys,
+    customised_tensors,
+    names_of,
+)
 from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.system.errors import ConfigError
 
@@ -52,9 +60,11 @@ class Displaced(NamedTuple):
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in prompts and in rows.
+    """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in
+    prompts and in rows.
 
-    `values` are those of all keys, `stated` the keys that the layer sets to another value than null.
+    `values` are those of all keys, `stated` the keys that the layer sets to another value than
+    null.
     """
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
@@ -70,9 +80,15 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
     lengths = [name for name in _LENGTHS if name in stated]
     if lengths:
         yield from (Displaced(name, lengths[0]) for name in _LENGTHS if name not in lengths)
-    ramp = [name for name in names_of(Part.RAMP) if name in stated and values["enable_rampup_batch_size"]]
+    ramp = [
+        name
+        for name in names_of(Part.RAMP)
+        if name in stated and values["enable_rampup_batch_size"]
+    ]
     batches = [name for name in _OTHER_BATCHES if name in stated]
-    accumulation = ["gradient_accumulation_steps"] if "gradient_accumulation_steps" in stated else []
+    accumulation = (
+        ["gradient_accumulation_steps"] if "gradient_accumulation_steps" in stated else []
+    )
     if by := [*batches, *ramp, *accumulation]:
         yield from (Displaced(name, by[0]) for name in _OTHER_BATCHES if name not in batches)
     if batches and not ramp:
@@ -95,7 +111,8 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
 def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
     """Yields p if a layer states both global batch and accumulation steps, which determine p.
 
-    A higher layer that states p displaces the steps; one that states another batch restores p's default.
+    A higher layer that states p displaces the steps; one that states another batch restores p's
+    default.
     """
     rows, steps, batch = names_of(Part.BATCH)[:3]
     pair = {steps, batch}
@@ -122,19 +139,25 @@ def refuse_pairs_without_prompts(values: Values, remedies: Mapping[str, str]) ->
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
-            has_rows = values["per_device_batch_size"] != KEYS["per_device_batch_size"].default_value
+            has_rows = (
+                values["per_device_batch_size"] != KEYS["per_device_batch_size"].default_value
+            )
             meant = None if has_rows else together({name: str(values[name])}, {}, Setting(values))
             settings = {**(meant.settings.get(name, {}) if meant else {}), name: KEYS[name].default}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
             stated = value_text(values[name])
-            raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}")
+            raise ConfigError(
+                f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}"
+            )
 
 
 def likely_type(path: str) -> str:
     """Returns the dataset_type that fits a path's name."""
     if ".json.gz" in path:  # lines of JSON under this name are common
         return "jsonl"
-    return next((kind for kind in (*RECORD_TYPES, "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
+    return next(
+        (kind for kind in (*RECORD_TYPES, "arrayrecord", "tfrecord") if f".{kind}" in path), "text"
+    )
 
 
 def check_data_paths(values: Keyed) -> None:
@@ -147,9 +170,15 @@ def check_data_paths(values: Keyed) -> None:
         path = str(values[stated[0]])
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={likely_type(path)}" if kind == "python_stdlib" else emptied
-        raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
+        raise ConfigError(
+            f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}"
+        )
     recipe = Recipe.of(values)
-    if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"]), kind):
+    if (
+        recipe.fields
+        and kind not in _WITH_RECORDS
+        and not is_mixture_file(str(values["dataset_path"]), kind)
+    ):
         raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "
                           f"of {', '.join(RECORD_TYPES)} or prepared tokens; works: {recipe.key}=false")  # fmt: skip
     if values["deduplicate"] and kind in _WITHOUT_DUPLICATES:
@@ -184,17 +213,25 @@ def check_vocabulary(values: Keyed, tokens: int) -> None:
         works = f"works: vocab_size={tokens}"
         if values["load_parameters_path"]:  # whose weights may refuse another vocab_size
             works += f", or the tokenizer of the model in load_parameters_path, which knows {rows}"
-        raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}")
+        raise ConfigError(
+            f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}"
+        )
 
 
 def check_rules(config: AllKeys) -> None:
-    """Raises ConfigError for values that exclude each other, and for values that a type cannot check."""
+    """Raises ConfigError for values that exclude each other, and for values that a type cannot
+    check.
+    """
     family = FAMILIES[config.decoder_block]
     if all(config[name] is None for name in _LENGTHS):
-        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300")
+        raise ConfigError(
+            f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300"
+        )
     pair = ("global_batch_size", "gradient_accumulation_steps")
     if config.per_device_batch_size is None and any(config[name] is None for name in pair):
-        raise config.fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)
+        raise config.fault(
+            "per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16
+        )
     for name in _OTHER_BATCHES:
         if config.enable_rampup_batch_size and config[name] is not None:
             raise ConfigError(f"{name}={shown(str(config[name]))}: must not be stated beside "
@@ -206,26 +243,44 @@ def check_rules(config: AllKeys) -> None:
                 rule = f"{needed} beside adam_scaling=sde, a rule for Adam with the square root"
                 raise config.fault(name, rule, needed)
     if config.packing_strategy == "best_fit" and not config.packing:
-        raise config.fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
+        raise config.fault(
+            "packing_strategy",
+            "concatenate where packing=false, which packs nothing",
+            "concatenate",
+        )
     check_kind(config)
     if config.load_full_state_path and config.load_parameters_path:
         raise config.fault(
-            "load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""'
+            "load_full_state_path",
+            "empty beside load_parameters_path: a run starts from one of them",
+            '""',
         )
     flags = config.libtpu_flags
-    if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
-        raise config.fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
+    if flags not in ("auto", "none") and not all(
+        word.startswith("--") for word in flags.split() or [""]
+    ):
+        raise config.fault(
+            "libtpu_flags",
+            'auto, none, or flags such as "--xla_enable_async_all_gather=true"',
+            "auto",
+        )
     for name in customised_tensors(config):
         if config.remat_policy != "custom" and (family.has_experts or name not in KEPT_OF_EXPERTS):
             rule = "has an effect only with remat_policy=custom"
             raise ConfigError(f"{name}={config[name]}: {rule}; works: remat_policy=custom")
     if config.early_stopping_patience is not None and config.eval_interval == -1:
-        raise config.fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
+        raise config.fault(
+            "eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100
+        )
     if config.eval_tasks:
         if config.eval_interval == -1:
-            raise config.fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
+            raise config.fault(
+                "eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100
+            )
     elif config.eval_tasks_limit is not None:
-        raise config.fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
+        raise config.fault(
+            "eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null"
+        )
     _check_optimizer(config)
     _check_schedule(config)
     _check_query_scale(config)
@@ -237,9 +292,13 @@ def check_rules(config: AllKeys) -> None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads and not family.has_latents:
         multiple = max(1, round(heads / kv_heads)) * kv_heads
-        raise config.fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
+        raise config.fault(
+            "base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple
+        )
     if config.head_dim % 2:
-        raise config.fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
+        raise config.fault(
+            "head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1
+        )
     _check_family(config)
     _check_layers(config)
     _check_cycle(config)
@@ -264,18 +323,24 @@ _OF_OPTIMIZERS = {
 
 
 def _check_optimizer(config: AllKeys) -> None:
-    """Raises ConfigError for a setting that the optimizer does not have, and for a mask of invalid patterns."""
+    """Raises ConfigError for a setting that the optimizer does not have, and for a mask of invalid
+    patterns.
+    """
     for name, optimizers in _OF_OPTIMIZERS.items():
         if config.opt_type not in optimizers and config[name] != KEYS[name].default_value:
             rule = f"{KEYS[name].default} beside opt_type={config.opt_type}, which does not have it"
             raise config.fault(name, rule, KEYS[name].default)
     if config.muon_beta is not None and config.adam_b1 is None:
-        raise config.fault("muon_beta", "null beside adam_b1_half_life, which states muon's momentum too", "null")
+        raise config.fault(
+            "muon_beta", "null beside adam_b1_half_life, which states muon's momentum too", "null"
+        )
     for pattern in in_brackets(config.adamw_mask or ""):
         try:
             re.compile(pattern)
         except re.error as error:
-            rule = f"a list of regular expressions without commas: {shown(pattern)} is none ({error})"
+            rule = (
+                f"a list of regular expressions without commas: {shown(pattern)} is none ({error})"
+            )
             raise config.fault("adamw_mask", rule, shlex.quote(f"[{re.escape(pattern)}]")) from None
 
 
@@ -307,7 +372,9 @@ def _check_query_scale(config: AllKeys) -> None:
 
 
 def _check_local_checkpoints(config: AllKeys) -> None:
-    """Raises ConfigError for local checkpoints without a place or a period, or in a run that cannot have them."""
+    """Raises ConfigError for local checkpoints without a place or a period, or in a run that cannot
+    have them.
+    """
     directory, period = config.local_checkpoint_directory, config.local_checkpoint_period
     if not directory:
         if period:
@@ -315,44 +382,61 @@ def _check_local_checkpoints(config: AllKeys) -> None:
             raise config.fault("local_checkpoint_period", rule, 0)
         return
     if not period:
-        raise config.fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
+        raise config.fault(
+            "local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10
+        )
     if not config.enable_checkpointing:
         raise config.fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
 
 
 def _check_decays(config: AllKeys) -> None:
-    """Raises ConfigError for a decay stated neither per update nor in tokens, or in an invalid number of tokens."""
+    """Raises ConfigError for a decay stated neither per update nor in tokens, or in an invalid
+    number of tokens.
+    """
     for per_update, name in _IN_TOKENS.items():
         if config[name] is None:
             if config[per_update] is None:
-                raise config.fault(per_update, f"a number unless {name} is stated", KEYS[per_update].default)
+                raise config.fault(
+                    per_update, f"a number unless {name} is stated", KEYS[per_update].default
+                )
             continue
         takes_runs = name == "weight_decay_timescale"
         _check_tokens(config, name, takes_runs)
         if config.adam_scaling == "sde" and not takes_runs:
             raise config.fault(
-                name, "null beside adam_scaling=sde, which already makes the decays follow the batch", "null"
+                name,
+                "null beside adam_scaling=sde, which already makes the decays follow the batch",
+                "null",
             )
     if config.parameter_average_half_life is not None:
         _check_tokens(config, "parameter_average_half_life")
 
 
 def _check_tokens(config: AllKeys, name: str, takes_runs: bool = False) -> None:
-    """Raises ConfigError for a key whose text is not a number of tokens, or of runs if `takes_runs`."""
+    """Raises ConfigError for a key whose text is not a number of tokens, or of runs if
+    `takes_runs`.
+    """
     text = str(config[name])
     runs = in_runs(text) if takes_runs else None
     if not (1 <= in_tokens(text) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
-        rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
+        rule = (
+            "a number of tokens from 1 to 2^63, such as 2Mt"
+            + ", or of runs, such as 1.0run" * takes_runs
+        )
         raise config.fault(name, rule, "1.0run" if takes_runs else "2Mt")
 
 
 def _check_adapters(config: AllKeys) -> None:
-    """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
+    """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have
+    them.
+    """
     if config.load_full_state_path:
         rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
         raise config.fault("lora_rank", rule + "names the model to adapt", 0)
     if not config.load_parameters_path:
-        raise config.fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
+        raise config.fault(
+            "lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0
+        )
     targets = [name.strip() for name in config.lora_targets.split(",")]
     if not OF_PEFT.keys().isdisjoint(targets):
         ours = ",".join(dict.fromkeys(OF_PEFT.get(name, name) for name in targets))
@@ -363,24 +447,34 @@ def _check_layers(config: AllKeys) -> None:
     """Raises ConfigError for keys of a layer's form that exclude each other."""
     pattern = [word.strip() for word in config.attention_type.split(",")]
     if not set(pattern) <= {GLOBAL, LOCAL}:
-        raise config.fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
+        raise config.fault(
+            "attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL
+        )
     if FAMILIES[config.decoder_block].has_delta_rule and config.attention_type != GLOBAL:
-        rule = f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
+        rule = (
+            f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
+        )
         raise config.fault("attention_type", rule, GLOBAL)
     beside = f"beside attention_type={config.attention_type}"
-    works = {"sliding_window_size": 1024} if LOCAL in pattern and not config.sliding_window_size else {}
+    works = (
+        {"sliding_window_size": 1024} if LOCAL in pattern and not config.sliding_window_size else {}
+    )
     if config.chunk_attn_window_size and LOCAL in pattern:
         raise _refusal(config, f"0 {beside}", {"chunk_attn_window_size": 0} | works)
     if works:
         raise _refusal(config, f"at least 1 {beside}", works)
     positions, length = config.trainable_position_size, config.max_target_length
     if 0 < positions < length:
-        raise config.fault("max_target_length", f"at most trainable_position_size={positions}", positions)
+        raise config.fault(
+            "max_target_length", f"at most trainable_position_size={positions}", positions
+        )
     if config.rope_type == "longrope":
         _check_factors(config)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if high < low:
-        raise config.fault("rope_high_freq_factor", f"at least rope_low_freq_factor={low:g}", 4 * low)
+        raise config.fault(
+            "rope_high_freq_factor", f"at least rope_low_freq_factor={low:g}", 4 * low
+        )
 
 
 def _check_cycle(config: AllKeys) -> None:
@@ -388,22 +482,33 @@ def _check_cycle(config: AllKeys) -> None:
     if not FAMILIES[config.decoder_block].has_cycle:
         return
     layers, length = config.base_num_decoder_layers, cycle_length(config)
-    steps = ("interleave_moe_layer_step", "nope_layer_interval", "inhomogeneous_layer_cycle_interval")
+    steps = (
+        "interleave_moe_layer_step",
+        "nope_layer_interval",
+        "inhomogeneous_layer_cycle_interval",
+    )
     if too_long := {name: layers for name in steps if config[name] > layers}:
         raise _refusal(config, f"at most base_num_decoder_layers={layers}", too_long)
     works: dict[str, object] = {}
-    rule, last = f"a multiple of {length}, the layers of a cycle of forms", config.num_kv_shared_layers
+    rule, last = (
+        f"a multiple of {length}, the layers of a cycle of forms",
+        config.num_kv_shared_layers,
+    )
     if layers % length:
         works["base_num_decoder_layers"] = layers = max(1, round(layers / length)) * length
     if last % length or last >= layers:
         rule += "" if works else f", below base_num_decoder_layers={layers}"
-        works["num_kv_shared_layers"] = last = min(round(last / length), layers // length - 1) * length
+        works["num_kv_shared_layers"] = last = (
+            min(round(last / length), layers // length - 1) * length
+        )
     if config.use_double_wide_mlp and not last:
         rule = rule if works else "false beside num_kv_shared_layers=0: no layer would have it"
         works["use_double_wide_mlp"] = "false"
     if works:
         raise _refusal(config, rule, works)
-    no_rope: dict[str, object] = {"temperature_tuning": "false"} if config.temperature_tuning else {}
+    no_rope: dict[str, object] = (
+        {"temperature_tuning": "false"} if config.temperature_tuning else {}
+    )
     if no_rope and config.nope_layer_interval == -1:
         raise _refusal(config, "false beside nope_layer_interval=-1: all layers have RoPE", no_rope)
     if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
@@ -414,7 +519,9 @@ def _check_cycle(config: AllKeys) -> None:
 def _refusal(config: AllKeys, rule: str, works: Mapping[str, object]) -> ConfigError:
     """Returns the refusal of a key's value; `works` holds all keys to change, this one first."""
     (name, nearest), *others = works.items()
-    return config.fault(name, rule, " ".join([str(nearest), *(f"{key}={value}" for key, value in others)]))
+    return config.fault(
+        name, rule, " ".join([str(nearest), *(f"{key}={value}" for key, value in others)])
+    )
 
 
 # Keys without effect in a model without experts.
@@ -432,11 +539,15 @@ _NOT_OF_LATENTS = (
 
 
 def _check_delta_rule(config: AllKeys) -> None:
-    """Raises ConfigError for numbers of a gated delta rule, or of the attention beside it, that exclude each other."""
+    """Raises ConfigError for numbers of a gated delta rule, or of the attention beside it, that
+    exclude each other.
+    """
     heads, keys = config.gdn_num_value_heads, config.gdn_num_key_heads
     if heads % keys:
         raise config.fault(
-            "gdn_num_value_heads", f"a multiple of gdn_num_key_heads={keys}", max(1, round(heads / keys)) * keys
+            "gdn_num_value_heads",
+            f"a multiple of gdn_num_key_heads={keys}",
+            max(1, round(heads / keys)) * keys,
         )
     turned = int(config.head_dim * config.partial_rotary_factor)
     if turned % 2 or not turned:
@@ -456,32 +567,51 @@ def _check_int8_sums(config: AllKeys, has_latents: bool) -> None:
     width = global_head_dim(config)
     together = math.lcm(config.base_num_kv_heads, config.global_num_kv_heads or 1)
     if has_latents:
-        width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
+        width, together = (
+            config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim),
+            1,
+        )
     if config.base_num_query_heads * width > _MOST_INT8_TERMS:
-        raise config.fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
+        raise config.fault(
+            "base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together
+        )
     width, together = config.gdn_key_head_dim, config.gdn_num_key_heads
     if config.gdn_num_value_heads * width > _MOST_INT8_TERMS:
-        raise config.fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
+        raise config.fault(
+            "gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together
+        )
 
 
 def _check_family(config: AllKeys) -> None:
-    """Raises ConfigError for keys of forms that the family lacks, or of experts where it has none."""
+    """Raises ConfigError for keys of forms that the family lacks, or of experts where it has
+    none.
+    """
     family = FAMILIES[config.decoder_block]
     block = f"decoder_block={family.decoder_block}"
 
     def stated(names: tuple[str, ...]) -> dict[str, object]:
         """Returns the defaults of the keys that differ from them."""
-        return {name: KEYS[name].default for name in names if config[name] != KEYS[name].default_value}
+        return {
+            name: KEYS[name].default for name in names if config[name] != KEYS[name].default_value
+        }
 
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
     if not _has_experts(config) and (works := stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | stated(lacks)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
-        why = f"with num_experts={config.num_experts}" if family.has_experts else f"(experts are in {others})"
-        raise _refusal(config, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
+        why = (
+            f"with num_experts={config.num_experts}"
+            if family.has_experts
+            else f"(experts are in {others})"
+        )
+        raise _refusal(
+            config, f"{works[name]} beside {block}, whose layers have no experts {why}", works
+        )
     if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
-        having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)
+        having = ", ".join(
+            other.decoder_block for other in FAMILIES.values() if name in other.own_keys
+        )
         only = f" (only in {having})" if having else ""
         raise _refusal(config, f"{works[name]} beside {block}, which lacks it{only}", works)
 
@@ -492,7 +622,9 @@ def _has_experts(config: AllKeys) -> bool:
 
 
 def _check_experts(config: AllKeys) -> None:
-    """Raises ConfigError for keys of experts, or of the family's own form, that exclude each other."""
+    """Raises ConfigError for keys of experts, or of the family's own form, that exclude each
+    other.
+    """
     family, num_experts = FAMILIES[config.decoder_block], config.num_experts
     block = f"decoder_block={family.decoder_block}"
     if family.has_global_heads:
@@ -501,27 +633,51 @@ def _check_experts(config: AllKeys) -> None:
         return
     _check_narrow(config, block)
     needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
-    needs = {"routed_score_func": "sigmoid", "norm_topk_prob": "false"} if family.weighs_inputs else needs
+    needs = (
+        {"routed_score_func": "sigmoid", "norm_topk_prob": "false"}
+        if family.weighs_inputs
+        else needs
+    )
     needed = {name: text for name, text in needs.items() if value_text(config[name]) != text}
     if num_experts < 2:
-        choices, best, groups = config.num_experts_per_tok, config.topk_routing_group, max(1, config.n_routing_groups)
+        choices, best, groups = (
+            config.num_experts_per_tok,
+            config.topk_routing_group,
+            max(1, config.n_routing_groups),
+        )
         least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
         several = {"num_experts": str(-(-least // groups) * groups)} | needed
         raise _refusal(config, f"at least 2 beside {block}, whose layers have experts", several)
     if needed:
         value = next(iter(needed.values()))
-        why = "always normalises" if family.always_normalises else "multiplies the experts' inputs by their scores"
+        why = (
+            "always normalises"
+            if family.always_normalises
+            else "multiplies the experts' inputs by their scores"
+        )
         raise _refusal(config, f"{value} beside {block}, which {why}", needed)
     if config.num_experts_per_tok > num_experts:
         groups, best = config.n_routing_groups, config.topk_routing_group
-        most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
-        raise config.fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
+        most = (
+            min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
+        )
+        raise config.fault(
+            "num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most)
+        )
     if config.routed_bias_update_rate and not config.routed_bias:
-        raise config.fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
+        raise config.fault(
+            "routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0
+        )
     if config.routed_bias_update_rate and config.lora_rank:
-        raise config.fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
+        raise config.fault(
+            "routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0
+        )
     if family.expert_limit is not None and config.mlp_activations != "silu,linear":
-        raise config.fault("mlp_activations", f"silu,linear beside {block}, whose activation is fixed", "silu,linear")
+        raise config.fault(
+            "mlp_activations",
+            f"silu,linear beside {block}, whose activation is fixed",
+            "silu,linear",
+        )
     if not config.mlp_activations.endswith(",linear"):
         raise config.fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
@@ -531,20 +687,30 @@ def _check_experts(config: AllKeys) -> None:
 
 
 def _check_global_heads(config: AllKeys, block: str) -> None:
-    """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the family."""
+    """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the
+    family.
+    """
     heads, kv_heads = config.base_num_query_heads, config.global_num_kv_heads
     if kv_heads and heads % kv_heads:
         divisors = (number for number in range(1, heads + 1) if heads % number == 0)
         nearest = min(divisors, key=lambda number: abs(number - kv_heads))
-        raise config.fault("global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest)
+        raise config.fault(
+            "global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest
+        )
     if config.rope_type != "default":
-        raise config.fault("rope_type", f"default beside {block}, which rotates a part of a head", "default")
+        raise config.fault(
+            "rope_type", f"default beside {block}, which rotates a part of a head", "default"
+        )
     if config.trainable_position_size != -1:
-        raise config.fault("trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1)
+        raise config.fault(
+            "trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1
+        )
 
 
 def _check_narrow(config: AllKeys, block: str) -> None:
-    """Raises ConfigError for a width of attention's output without which the family has no projection behind it."""
+    """Raises ConfigError for a width of attention's output without which the family has no
+    projection behind it.
+    """
     width, stream = config.attention_output_dim, config.base_emb_dim
     if FAMILIES[config.decoder_block].has_narrow_experts and width in (-1, stream):
         rule = f"a width other than base_emb_dim={stream} beside {block}, which projects from the one to the other"
@@ -553,15 +719,27 @@ def _check_narrow(config: AllKeys, block: str) -> None:
 
 def _check_latents(config: AllKeys) -> None:
     """Raises ConfigError for numbers of DeepSeek's form that exclude each other."""
-    experts, choices, layers = config.num_experts, config.num_experts_per_tok, config.base_num_decoder_layers
+    experts, choices, layers = (
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.base_num_decoder_layers,
+    )
     groups, best = config.n_routing_groups, config.topk_routing_group
     if config.qk_rope_head_dim % 2:
-        raise config.fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", config.qk_rope_head_dim + 1)
+        raise config.fault(
+            "qk_rope_head_dim",
+            "even, since rotary embeddings turn pairs",
+            config.qk_rope_head_dim + 1,
+        )
     if config.first_num_dense_layers >= layers:
-        raise config.fault("first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1)
+        raise config.fault(
+            "first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1
+        )
     if groups == -1:
         if best != -1:
-            raise config.fault("topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1)
+            raise config.fault(
+                "topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1
+            )
         return
     if experts % groups or (groups > 1 and experts < 2 * groups):
         sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
@@ -580,7 +758,9 @@ def _check_latents(config: AllKeys) -> None:
 
 
 def _check_factors(config: AllKeys) -> None:
-    """Raises ConfigError unless longrope's factors are one positive number for each pair of a head."""
+    """Raises ConfigError unless longrope's factors are one positive number for each pair of a
+    head.
+    """
     pairs = int(config.head_dim * config.partial_rotary_factor) // 2
     ones = ",".join(["1"] * pairs)
 
@@ -591,6 +771,10 @@ def _check_factors(config: AllKeys) -> None:
 
     if wrong := [name for name in ("rope_short_factors", "rope_long_factors") if not fits(name)]:
         works = " ".join([ones, *(f"{name}={ones}" for name in wrong[1:])])
-        raise config.fault(wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works)
+        raise config.fault(
+            wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works
+        )
     if config.original_max_position_embeddings == 1:
-        raise config.fault("original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096)
+        raise config.fault(
+            "original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096
+        )

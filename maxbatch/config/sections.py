@@ -1,8 +1,9 @@
 """The sections of the config, in the order of base.yml: a table with one row a key.
 
-A row is `name: type = key(default, sentence, fixes, bounds, unit, ...)`. The rows give the loader's types, messages and
-defaults, the identities of runs and programs, and base.yml (`python -m maxbatch.config.base_yml`). A new key must state
-the properties it fixes, so the identity of a run or of its compiled programs cannot miss it.
+A row is `name: type = key(default, sentence, fixes, bounds, unit, ...)`. The rows give the loader's
+types, messages and defaults, the identities of runs and programs, and base.yml (`python -m
+maxbatch.config.base_yml`). A new key must state the properties it fixes, so the identity of a run
+or of its compiled programs cannot miss it.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,9 @@ _GOES_ON = "nothing: the run goes on from its own checkpoint"
 FloatType = Literal["float32", "bfloat16"]
 Kept = Literal["remat", "device", "offload"]
 Activations = Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"]
-RematPolicy = Literal["none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"]
+RematPolicy = Literal[
+    "none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"
+]
 Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
 DatasetType = Literal[
@@ -110,7 +113,9 @@ class RunConfig(Section):
 
 
 class LengthConfig(Section, changes="the end of the run, and rates that follow its length"):
-    """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
+    """How long: exactly one of the first four (a higher layer displaces the others), and the length
+    of a row.
+    """
 
     steps: int | None = key(200, "optimizer updates", NOTHING, COUNT, "updates", part=Part.LENGTH, warm_start=False)
     train_samples: Quantity | None = key(None, "samples (rows); suffixes K, M, B, T or Ki, Mi, Gi, Ti",
@@ -544,7 +549,9 @@ class PreferenceConfig(Section, changes="the loss of pairs"):
 
 
 class MeshConfig(Section, changes="the layout; updates change by rounding"):
-    """Mesh: axis sizes within a slice (ici) and over slices (dcn); one of each may be -1: the rest."""
+    """Mesh: axis sizes within a slice (ici) and over slices (dcn); one of each may be -1: the
+    rest.
+    """
 
     ici_data_parallelism: int = key(1, "parameters replicated, batch split", PROGRAM, COUNT_OR_OFF)
     ici_fsdp_parallelism: int = key(-1, "parameters and batch split", PROGRAM, COUNT_OR_OFF)
@@ -654,7 +661,9 @@ class AllKeys(
     """Every key, as an attribute and as an item."""
 
     def fault(self, name: str, rule: str, nearest: object = None) -> ConfigError:
-        """Returns the error for the value of a key: the rule that it breaks, and the nearest value that works."""
+        """Returns the error for the value of a key: the rule that it breaks, and the nearest value
+        that works.
+        """
         return KEYS[name].fault(value_text(self[name]), rule, nearest)
 
 
@@ -676,5 +685,7 @@ def names_of(part: Part) -> tuple[str, ...]:
 
 
 def customised_tensors(values: Mapping[str, object]) -> list[str]:
-    """Returns the tensors of a layer with another place than the default; they need remat_policy=custom."""
+    """Returns the tensors of a layer with another place than the default; they need
+    remat_policy=custom.
+    """
     return [name for name, (first, *_) in REMAT_TENSORS.items() if values[name] != first]

@@ -1,7 +1,7 @@
 """The refusal of unknown keys: all in one line, each with a suggestion.
 
-Suggestions for words of other frameworks come from the table of words. A hint by spelling needs every part of the name
-to resemble the key's part, so that no hint names a key of another meaning.
+Suggestions for words of other frameworks come from the table of words. A hint by spelling needs
+every part of the name to resemble the key's part, so that no hint names a key of another meaning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Machine(NamedTuple):
 
     devices: int | None = None  # None: unknown
     hosts: int | None = None
-    plans: Plans | None = None  # whether a config can be planned for devices and hosts; None: unknown
+    # whether a config can be planned for devices and hosts; None: unknown
+    plans: Plans | None = None
     has_flags: bool = False  # whether the command takes --devices and --hosts
 
 
@@ -67,16 +68,21 @@ class UnknownKeys(ConfigError):
     """Entries with unknown keys; `on` adds the settings that work on a machine."""
 
     def __init__(
-        self, unknown: Sequence[Entry], file: str | None, settled: Settled, own: Mapping[str, str],
+        self,
+        unknown: Sequence[Entry],
+        file: str | None,
+        settled: Settled,
+        own: Mapping[str, str],
         machine: Machine | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Makes the error.
 
         Args:
-          unknown: the unknown entries, at least one; a name with leading dashes was typed as a flag.
+          unknown: the unknown entries, at least one; a name with leading dashes was typed as a
+            flag.
           file: the config file, if an entry may be in it.
-          settled: returns the config's values with these settings in place of the unknown entries, or None if they are
-            refused.
+          settled: returns the config's values with these settings in place of the unknown entries,
+            or None if they are refused.
           own: texts of known keys in the layers of the unknown ones.
           machine: the command line's machine; None: unknown.
         """
@@ -93,7 +99,10 @@ class UnknownKeys(ConfigError):
         is_one = len({entry.name for entry in unknown if entry.name not in KEYS}) == 1
         answered = unknown[:_MOST_ANSWERS]
         most = 2 if is_one else 1
-        answers = [f"{shown(entry.name)}{hint(entry.name, setting.is_of_prompts, most)}" for entry in answered]
+        answers = [
+            f"{shown(entry.name)}{hint(entry.name, setting.is_of_prompts, most)}"
+            for entry in answered
+        ]
         rest = len(unknown) - len(answers)
         said = "; ".join(answers) + (f"; and {rest} more" if rest > 0 else "")
         where = f"{unknown[0].where}: " if unknown[0].where and len(unknown) == 1 else ""
@@ -106,7 +115,8 @@ class UnknownKeys(ConfigError):
 
 
 def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
-    """Returns a hint for an unknown name, for messages: its rows in the table of words, or the key it misspells.
+    """Returns a hint for an unknown name, for messages: its rows in the table of words, or the key
+    it misspells.
 
     Args:
       name: the unknown name.
@@ -117,16 +127,29 @@ def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
     if key := _in_block(name, found):
         return f" is {key}: state it without the block"
     if (key := _as_key(name, found)) in KEYS:
-        return ": config keys are stated without dashes" if name.startswith("-") else f": the key is {key}"
+        return (
+            ": config keys are stated without dashes"
+            if name.startswith("-")
+            else f": the key is {key}"
+        )
     near = misspelt(name)
     is_misspelt = near is not None and difflib.SequenceMatcher(None, name, near).ratio() >= _ALMOST
-    if found and not (is_misspelt and "*" in found[0].word):  # a typo resembles a pattern of words too
+    # a typo resembles a pattern of words too
+    if found and not (is_misspelt and "*" in found[0].word):
         return f" {'; or '.join(row.answer() for row in found)}"
-    return f"; nearest: {near}" if near else "" if name.startswith("-") else " (maxbatch config lists the keys)"
+    return (
+        f"; nearest: {near}"
+        if near
+        else ""
+        if name.startswith("-")
+        else " (maxbatch config lists the keys)"
+    )
 
 
 def _as_key(name: str, found: Sequence[Word]) -> str:
-    """Returns our key that the name spells differently; "" if the name is another framework's word."""
+    """Returns our key that the name spells differently; "" if the name is another framework's
+    word.
+    """
     word = normal(name)
     return word if not found or found[0].keys == (word,) else ""
 
@@ -139,7 +162,9 @@ def _for(name: str, is_of_prompts: bool) -> Sequence[Word]:
 
 
 def _in_block(name: str, found: Sequence[Word]) -> str | None:
-    """Returns the key at the end of a path in a nested file, unless a row without a pattern matches the path."""
+    """Returns the key at the end of a path in a nested file, unless a row without a pattern matches
+    the path.
+    """
     last = name.rpartition(".")[2]
     is_answered = any("*" not in row.word for row in found)
     return last if last != name and last in KEYS and not is_answered else None
@@ -149,14 +174,20 @@ def three_batches(batch: int, hosts: int | None) -> str:
     """Returns the settings for the three meanings of `--batch-size`."""
     of_node = f"{batch} x nodes" if hosts is None else str(batch * hosts)
     return (
-        f"global_batch_size={batch} (of all devices), per_device_batch_size={batch} (of each process) or "
-        f"global_batch_size={of_node} (of each node)"
+        f"global_batch_size={batch} (of all devices), per_device_batch_size={batch} (of each "
+        f"process) or global_batch_size={of_node} (of each node)"
     )
 
 
-def _rampup(text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+def _rampup(
+    text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]
+) -> Mapping[str, str] | None:
     """Returns the setting for Megatron-LM's ramp, if the final batch is stated beside it."""
-    batches = [settings["global_batch_size"] for settings in (own, *rest) if "global_batch_size" in settings]
+    batches = [
+        settings["global_batch_size"]
+        for settings in (own, *rest)
+        if "global_batch_size" in settings
+    ]
     numbers = [*re.findall(r"\d{1,12}", text), *batches[-1:]]
     if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
         return None
@@ -165,12 +196,16 @@ def _rampup(text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]
 
 
 def _sizeless(part: str) -> str:
-    """Returns a part of a name without micro and mini; these are other meanings, not misspellings."""
+    """Returns a part of a name without micro and mini; these are other meanings, not
+    misspellings.
+    """
     return part.removeprefix("micro").removeprefix("mini")
 
 
 def misspelt(name: str) -> str | None:
-    """Returns the key that a name misspells, with as many parts and each part similar; None if there is none."""
+    """Returns the key that a name misspells, with as many parts and each part similar; None if
+    there is none.
+    """
 
     def alike(one: str, other: str) -> float:
         if one != other and _sizeless(one) == _sizeless(other):
@@ -182,7 +217,11 @@ def misspelt(name: str) -> str | None:
         pairs = list(zip(name.split("_"), key.split("_"), strict=False))
         same_length = name.count("_") == key.count("_")
         glued = name.replace("_", "") == key.replace("_", "")
-        if glued or (len(name) > 3 and same_length and all(min(alike(a, b), alike(b, a)) >= _ALIKE for a, b in pairs)):
+        if glued or (
+            len(name) > 3
+            and same_length
+            and all(min(alike(a, b), alike(b, a)) >= _ALIKE for a, b in pairs)
+        ):
             found[key] = 2.0 if glued else alike(name, key)
     return max(found, key=lambda key: found[key]) if found else None
 
@@ -190,16 +229,25 @@ def misspelt(name: str) -> str | None:
 def _settings(
     unknown: Sequence[Entry], settled: Settled, own: Mapping[str, str], machine: Machine
 ) -> tuple[Setting, str]:
-    """Returns the config without the unknown entries, and the settings that replace them, if all can be replaced."""
+    """Returns the config without the unknown entries, and the settings that replace them, if all
+    can be replaced.
+    """
     place_of: dict[str, Mapping[str, str]] = {entry.name: {} for entry in unknown}
     setting = Setting(settled(place_of) or {}, machine.devices, machine.hosts)
-    rows = {entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown}
+    rows = {
+        entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown
+    }
     words = {row.word: entry.text for entry in unknown if (row := rows[entry.name])}
     if read_number(words.get("max_steps", "")):  # takes precedence over epochs there
-        rows = {name: row._replace(here="-") if row and row.word == _EPOCHS else row for name, row in rows.items()}
+        rows = {
+            name: row._replace(here="-") if row and row.word == _EPOCHS else row
+            for name, row in rows.items()
+        }
     for entry in unknown:
         row = rows[entry.name]
-        key = _in_block(entry.name, [row] if row else []) or (row.keys[0] if row and row.is_same else "")
+        key = _in_block(entry.name, [row] if row else []) or (
+            row.keys[0] if row and row.is_same else ""
+        )
         key = key or _as_key(entry.name, [row] if row else [])
         if key in KEYS:
             place_of[entry.name] = {key: entry.text}
@@ -212,23 +260,46 @@ def _settings(
         if row and row.word in batch.settings:
             place_of[entry.name] = batch.settings[row.word]
     without_rest = settled(place_of) or setting.values
-    setting = dataclasses.replace(setting, values=without_rest, devices=batch.devices, hosts=batch.hosts)
-    fields = {FIELD_OF[row.word]: entry.text for entry in unknown if (row := rows[entry.name]) and row.word in FIELD_OF}
+    setting = dataclasses.replace(
+        setting, values=without_rest, devices=batch.devices, hosts=batch.hosts
+    )
+    fields = {
+        FIELD_OF[row.word]: entry.text
+        for entry in unknown
+        if (row := rows[entry.name]) and row.word in FIELD_OF
+    }
     if fields and (text := record_fields(fields)) is not None:
         named = {"record_fields": text} if text else {}
-        place_of |= {e.name: named for e in unknown if (row := rows[e.name]) and row.word in FIELD_OF}
+        place_of |= {
+            e.name: named for e in unknown if (row := rows[e.name]) and row.word in FIELD_OF
+        }
     for entry in unknown:
         row = rows[entry.name]
-        if row and row.word in _THREE_BATCHES and len(unknown) == 1 and re.fullmatch(r"\d{1,12}", entry.text):
+        if (
+            row
+            and row.word in _THREE_BATCHES
+            and len(unknown) == 1
+            and re.fullmatch(r"\d{1,12}", entry.text)
+        ):
             return setting, f"; works: {three_batches(int(entry.text), setting.hosts)}"
-        if row and row.word not in batch.settings and (by_value := converted(row.word, entry.text, setting)):
+        if (
+            row
+            and row.word not in batch.settings
+            and (by_value := converted(row.word, entry.text, setting))
+        ):
             place_of[entry.name] = by_value
     for entry in unknown:
         row = rows[entry.name]
-        if row and row.word == "rampup_batch_size" and (ramp := _rampup(entry.text, own, list(place_of.values()))):
+        if (
+            row
+            and row.word == "rampup_batch_size"
+            and (ramp := _rampup(entry.text, own, list(place_of.values())))
+        ):
             place_of |= {name: {} for name, ours in place_of.items() if "global_batch_size" in ours}
             place_of[entry.name] = ramp
-        elif not place_of[entry.name] and not (row and (row.is_ignored or row.word in batch.settings)):
+        elif not place_of[entry.name] and not (
+            row and (row.is_ignored or row.word in batch.settings)
+        ):
             return setting, ""
     has_type = setting.values.get("dataset_type") != "python_stdlib" or "dataset_type" in own
     for entry in unknown:
@@ -237,7 +308,8 @@ def _settings(
             likely = "megatron" if row and row.whose == ("megatron",) else likely_type(entry.text)
             place_of[entry.name] = {**ours, "dataset_type": likely}
     stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
-    beside = {} if setting.is_of_prompts else dict(own)  # states the batch of prompts again, to replace it
+    # states the batch of prompts again, to replace it
+    beside = {} if setting.is_of_prompts else dict(own)
     if any(row and row.word in OF_LOSS for row in rows.values()):
         beside.pop("learning_rate", None)  # stated again, for the mean
     if OF_OLMO in words:
@@ -245,7 +317,9 @@ def _settings(
     if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
     values = settled(place_of)
-    flags = None if values is None or not _reads_its_data(values) else _flags(values, setting, machine)
+    flags = (
+        None if values is None or not _reads_its_data(values) else _flags(values, setting, machine)
+    )
     added = {name: text for name, text in stated if own.get(name) != text}
     found = [*(f"{name}={shlex.quote(text)}" for name, text in added.items()), *(flags or [])]
     return setting, f"; works: {' '.join(found)}" if flags is not None and found else ""
@@ -277,7 +351,9 @@ def _flags(values: Mapping[str, Value], setting: Setting, machine: Machine) -> l
     if not machine.has_flags:
         return []
     flags = [f"--devices {devices}"] if devices > 1 and machine.devices is None else []
-    return flags + ([f"--hosts {hosts}"] if machine.hosts is None and hosts > 1 and setting.devices else [])
+    return flags + (
+        [f"--hosts {hosts}"] if machine.hosts is None and hosts > 1 and setting.devices else []
+    )
 
 
 def _import(unknown: Sequence[Entry], file: str | None) -> str:
@@ -288,4 +364,7 @@ def _import(unknown: Sequence[Entry], file: str | None) -> str:
         return ""
     name, _ = min(whose.items(), key=lambda item: (-item[1], IMPORTED.index(item[0])))
     imported = "megatron" if name == "nemo" else name
-    return f"; to convert a config of {FRAMEWORKS[name]}: maxbatch import {imported} {shlex.quote(file)}"
+    return (
+        f"; to convert a config of {FRAMEWORKS[name]}: maxbatch import {imported} "
+        f"{shlex.quote(file)}"
+    )

@@ -20,7 +20,8 @@ def import_function(spec: str) -> Callable[..., object]:
     """Imports and returns the function named by `spec`.
 
     Raises:
-      ImportError: the function does not exist, or its module raises; the message may have several lines.
+      ImportError: the function does not exist, or its module raises; the message may have several
+        lines.
     """
     place, _, name = spec.rpartition(":")
     try:
@@ -37,7 +38,8 @@ def import_function(spec: str) -> Callable[..., object]:
 
 
 def source_hash(spec: str) -> str:
-    """Returns a hash of a function's file and of the user's files that it imports, without running them.
+    """Returns a hash of a function's file and of the user's files that it imports, without running
+    them.
 
     The user's files are those in the folder of FILE.py, or in the package of the module.
     """
@@ -66,7 +68,9 @@ def source_hash(spec: str) -> str:
 
 
 def _spec_as_for_workers(module: str) -> ModuleSpec | None:
-    """Finds a module as worker processes do, which look into the working folder first, as `python -m` does."""
+    """Finds a module as worker processes do, which look into the working folder first, as `python
+    -m` does.
+    """
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

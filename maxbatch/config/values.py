@@ -26,8 +26,16 @@ TEXTS = ("text", "local", "path", "paths", "fields")
 
 SUFFIXES = "suffixes K, M, B, T; Ki, Mi, Gi, Ti"  # for messages
 _SUFFIXES = {
-    "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40
-}  # fmt: skip
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "B": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
 _ENDS = (
@@ -53,8 +61,12 @@ class Bounds:
         for name, words, _, holds in _ENDS:
             end = getattr(self, name)
             if end is not None and value != self.also and not holds(value, end):
-                nearest = {"above": self._inside(end, 1), "below": self._inside(end, -1)}.get(name, end)
-                return f"{words} {end:.16g}" + ("" if self.also is None else f" (or {self.also:g})"), nearest
+                nearest = {"above": self._inside(end, 1), "below": self._inside(end, -1)}.get(
+                    name, end
+                )
+                return f"{words} {end:.16g}" + (
+                    "" if self.also is None else f" (or {self.also:g})"
+                ), nearest
         return None
 
     def __str__(self) -> str:
@@ -78,9 +90,10 @@ def _short(end: float) -> str:
 class Scalar:
     """A named value, parsed from text.
 
-    Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes such as K or Mi);
-    batch (samples, a whole number, or tokens, a text such as 2Mit); real; exact (a decimal or fraction without
-    rounding); text; path (of this machine); paths (of data, joined by ";"); or fields (names by names, in braces).
+    Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes
+    such as K or Mi); batch (samples, a whole number, or tokens, a text such as 2Mit); real; exact
+    (a decimal or fraction without rounding); text; path (of this machine); paths (of data, joined
+    by ";"); or fields (names by names, in braces).
     """
 
     name: str  # its source, for messages
@@ -94,7 +107,8 @@ class Scalar:
         """Parses a text; `plain`: the text is not in quotes, so `null` is None.
 
         Raises:
-          ConfigError: the text has another type, breaks the rule, or is a path of an unsupported place.
+          ConfigError: the text has another type, breaks the rule, or is a path of an unsupported
+            place.
         """
         refuse_no_text(text, f"{self.name}={shown(text)}")
         if self.kind not in TEXTS:
@@ -132,7 +146,9 @@ class Scalar:
         if text in self.choices:
             return text
         nearest = nearest_name(text, self.choices) or self.choices[0] or "''"
-        raise self.fault(text, f"one of {', '.join(choice or repr('') for choice in self.choices)}", nearest)
+        raise self.fault(
+            text, f"one of {', '.join(choice or repr('') for choice in self.choices)}", nearest
+        )
 
     def _bool(self, text: str) -> bool:
         if text.lower() in ("true", "false"):
@@ -163,11 +179,19 @@ class Scalar:
         if value is None:
             if length := of_duration(text):
                 named = " ".join(f"{name}={count}" for name, count in length.items())
-                raise ConfigError(f"{self.name}={shown(text)}: must be {rule}{or_null}; works: {named}")
+                raise ConfigError(
+                    f"{self.name}={shown(text)}: must be {rule}{or_null}; works: {named}"
+                )
             bare = text.removesuffix("t")  # the suffix of a batch in tokens
-            if self.name.endswith("_tokens") and (tokens := amount(bare)) and tokens == abs(int(tokens)):
+            if (
+                self.name.endswith("_tokens")
+                and (tokens := amount(bare))
+                and tokens == abs(int(tokens))
+            ):
                 near = bare
-            raise self.fault(text, rule + or_null, near if isinstance(near, str) else self._near(near))
+            raise self.fault(
+                text, rule + or_null, near if isinstance(near, str) else self._near(near)
+            )
         if broken := self.bounds and self.bounds.broken(value):
             rule, end = broken
             default = _decimal(self.default)
@@ -175,7 +199,9 @@ class Scalar:
             takes_default = self.nullable
             if default is not None:
                 takes_default = abs(default - exact(value)) <= abs(exact(end) - exact(value))
-            raise self.fault(text, rule + or_null, self.default if takes_default else plain_number(end))
+            raise self.fault(
+                text, rule + or_null, self.default if takes_default else plain_number(end)
+            )
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise self.fault(text, f"at most {_LARGEST}", self.default)
         return value
@@ -194,13 +220,17 @@ _DURATIONS = {"ba": "steps", "ep": "num_epochs", "sp": "train_samples", "tok": "
 
 
 def of_duration(text: str) -> dict[str, str] | None:
-    """Converts Composer's duration, such as `10ba`, to a length of ours; returns None for other text."""
+    """Converts Composer's duration, such as `10ba`, to a length of ours; returns None for other
+    text.
+    """
     parts = re.fullmatch(r"\s*([\d_]{1,18})(ba|ep|sp|tok)\s*", text)
     return {_DURATIONS[parts[2]]: parts[1].replace("_", "")} if parts else None
 
 
 def value_text(value: Value) -> str:
-    """Returns a value as written in configs, from which `Scalar.read` restores it: `null`, `true`, `10`."""
+    """Returns a value as written in configs, from which `Scalar.read` restores it: `null`, `true`,
+    `10`.
+    """
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -269,8 +299,8 @@ def _batch(text: str) -> _Parsed:
 def amount(text: str) -> Fraction | None:
     """Returns the exact value of a number, with an optional suffix; None for other text.
 
-    The suffixes K, M, B and T are powers of 1,000; Ki, Mi, Gi and Ti powers of 1,024. A lower-case t is no suffix: it
-    marks tokens.
+    The suffixes K, M, B and T are powers of 1,000; Ki, Mi, Gi and Ti powers of 1,024. A lower-case
+    t is no suffix: it marks tokens.
     """
     digits = text.rstrip(string.ascii_letters)
     suffix = text[len(digits) :]
@@ -280,7 +310,8 @@ def amount(text: str) -> Fraction | None:
 
 
 def counted(text: str, slots: int) -> Fraction | None:
-    """Returns a count of samples, stated in samples or, with the suffix t, in tokens; None for other text.
+    """Returns a count of samples, stated in samples or, with the suffix t, in tokens; None for
+    other text.
 
     Args:
       text: such as `256`, `100K` or `2Mit`.
@@ -327,13 +358,17 @@ NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
 
 
 def _decimal(text: str) -> Fraction | None:
-    """Returns the exact value of a decimal number; None for other text, nan and infinities included."""
+    """Returns the exact value of a decimal number; None for other text, nan and infinities
+    included.
+    """
     is_decimal = len(text) <= 2000 and _DECIMAL.fullmatch(text)
     return Fraction(text.replace("_", "")) if is_decimal else None
 
 
 def exact(value: Number) -> Fraction:
-    """Returns a config number as the exact fraction of its decimal form: the float 0.1 is one tenth."""
+    """Returns a config number as the exact fraction of its decimal form: the float 0.1 is one
+    tenth.
+    """
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
@@ -350,23 +385,29 @@ def schedule_text(stages: Iterable[tuple[Number, int]]) -> str:
 
     Of stages with the same position, only the last has updates.
     """
-    return " ".join(f"{position}:{batch}" for position, batch in {math.ceil(p): b for p, b in stages}.items())
+    return " ".join(
+        f"{position}:{batch}" for position, batch in {math.ceil(p): b for p, b in stages}.items()
+    )
 
 
 def refuse_no_text(text: str, where: str) -> None:
-    """Raises ConfigError, with `where` in front, for text that neither a file name nor a tokenizer can hold."""
+    """Raises ConfigError, with `where` in front, for text that neither a file name nor a tokenizer
+    can hold.
+    """
     if re.search("[\0\ud800-\udfff]", text):
         raise ConfigError(f"{where}: must be UTF-8 text without NUL characters")
 
 
 def utf8_of(text: str) -> bytes:
-    """Encodes text as UTF-8; raises ConfigError for half of a surrogate pair, as in arguments that are not UTF-8."""
+    """Encodes text as UTF-8; raises ConfigError for half of a surrogate pair, as in arguments that
+    are not UTF-8.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
-            "or the text was not given as UTF-8"
+            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of "
+            "a surrogate pair, or the text was not given as UTF-8"
         ) from error
 
 
@@ -378,11 +419,15 @@ def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> st
     name, known = name[:80], list(known)
     near = set(difflib.get_close_matches(name, known, n=5, cutoff=least_like))
     alike = [one for one in known if one in near]
-    return max(alike, key=lambda one: difflib.SequenceMatcher(None, one, name).ratio(), default=None)
+    return max(
+        alike, key=lambda one: difflib.SequenceMatcher(None, one, name).ratio(), default=None
+    )
 
 
 def nearest_or_all(name: str, known: Iterable[str], least_like: float = 0.5) -> str:
-    """Returns the end of a message about an unknown name: the most similar known one, or all if none is similar."""
+    """Returns the end of a message about an unknown name: the most similar known one, or all if
+    none is similar.
+    """
     known = list(known)
     nearest = nearest_name(name, known, least_like)
     return f"nearest: {nearest}" if nearest else f"one of {', '.join(known)}"
@@ -400,7 +445,9 @@ def shown_fields(record: Mapping[str, object]) -> str:
 
 
 def first_of(texts: Sequence[str], most: int, mark: str = ",") -> str:
-    """Returns the first texts with a mark between them, and how many more there are, for messages."""
+    """Returns the first texts with a mark between them, and how many more there are, for
+    messages.
+    """
     rest = len(texts) - most
     more = f"{mark.strip(',')} and {rest} more" if rest > 0 else ""
     return f"{mark} ".join(texts[:most]) + more

@@ -23,11 +23,15 @@ _PROBLEMS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
     IsADirectoryError: "is a folder, not a YAML file",
 }
-_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|//[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/|\Z)', re.S)
+_STRING_OR_COMMENT = re.compile(
+    r'"(?:\\.|[^"\\])*(?:"|\Z)|//[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/|\Z)', re.S
+)
 _MERGE = "tag:yaml.org,2002:merge"
 MERGED = "tag:maxbatch,2026:merged"  # marks a mapping whose keys `<<` has merged into another
-_TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
-    "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
+_TAGS = frozenset([MERGED]) | frozenset(
+    f"tag:yaml.org,2002:{name}"
+    for name in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value")
+)
 # Keys that may be lists in a file: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(name for name, key in KEYS.items() if key.kind == "paths")
 # Keys that may be lists in a file and keep their brackets, because [] differs from null.
@@ -35,7 +39,11 @@ _BRACKETED = frozenset({"adamw_mask"})
 # Keys that may be mappings of names in a file: {a: b} is "{a: b}".
 _FIELD_NAMES = frozenset(name for name, key in KEYS.items() if key.kind == "fields")
 # Keys that may be lists of words in a file: [a, b] is "a,b".
-_WORD_LISTS = {"mlp_activations", "attention_type", *(name for name, key in KEYS.items() if key.kind == "choices")}
+_WORD_LISTS = {
+    "mlp_activations",
+    "attention_type",
+    *(name for name, key in KEYS.items() if key.kind == "choices"),
+}
 
 
 def entries(path: AnyPath) -> Iterator[Entry]:
@@ -59,7 +67,8 @@ def quoted(text: str) -> str:
 
 
 def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
-    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in messages.
+    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in
+    messages.
 
     Raises:
       ConfigError: the file cannot be read, or is not YAML.
@@ -73,7 +82,9 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{shown_path(path)}{line}: is not valid YAML ({said})") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{shown_path(path)}: is not valid YAML ({getattr(error, 'reason', '')})") from None
+        raise ConfigError(
+            f"{shown_path(path)}: is not valid YAML ({getattr(error, 'reason', '')})"
+        ) from None
     except (ConfigError, TrainingError):
         raise
     except (OSError, ValueError) as error:
@@ -82,7 +93,8 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
 
 
 def _as_yaml(text: str) -> str:
-    """Returns JSON as YAML, which includes it except for tabs, and for HJSON's comments, which become blanks.
+    """Returns JSON as YAML, which includes it except for tabs, and for HJSON's comments, which
+    become blanks.
 
     Trailing commas are YAML.
     """
@@ -114,7 +126,11 @@ def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
     for child in node.value:
         for part in child if isinstance(node, yaml.MappingNode) else (child,):
             _merge(path, part, done)
-    merges = [(name, value) for name, value in node.value if name.tag == _MERGE] if _is_mapping(node) else []
+    merges = (
+        [(name, value) for name, value in node.value if name.tag == _MERGE]
+        if _is_mapping(node)
+        else []
+    )
     if not merges:
         return
     lines = [name.start_mark.line + 1 for name, _ in merges]
@@ -124,12 +140,19 @@ def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
     ((_, value),) = merges
     sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if not all(map(_is_mapping, sources)):
-        raise ConfigError(f"{shown_path(path)}:{lines[0]}: << takes a mapping or a list of them; works: <<: *anchor")
+        raise ConfigError(
+            f"{shown_path(path)}:{lines[0]}: << takes a mapping or a list of them; works: <<: "
+            "*anchor"
+        )
     own = [pair for pair in node.value if pair[0].tag != _MERGE]
     seen = {name.value for name, _ in own if isinstance(name, yaml.ScalarNode)}
     for source in sources:
         source.tag = MERGED
-        added = [pair for pair in source.value if not isinstance(pair[0], yaml.ScalarNode) or pair[0].value not in seen]
+        added = [
+            pair
+            for pair in source.value
+            if not isinstance(pair[0], yaml.ScalarNode) or pair[0].value not in seen
+        ]
         own += added
         seen |= {name.value for name, _ in added if isinstance(name, yaml.ScalarNode)}
     node.value = own
@@ -147,7 +170,9 @@ def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]
     """
     seen: dict[str, int] = {}
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{shown_path(path)}:{node.start_mark.line + 1}: must be lines of `key: value`")
+        raise ConfigError(
+            f"{shown_path(path)}:{node.start_mark.line + 1}: must be lines of `key: value`"
+        )
     for name_node, value_node in node.value:
         line = name_node.start_mark.line + 1
         where = f"{shown_path(path)}:{line}"
@@ -155,7 +180,9 @@ def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]
             raise ConfigError(f"{where}: must be lines of `key: value`")
         name = name_node.value
         if name in seen:
-            raise ConfigError(f"{where}: {shown(name)} is stated twice (first in line {seen[name]})")
+            raise ConfigError(
+                f"{where}: {shown(name)} is stated twice (first in line {seen[name]})"
+            )
         seen[name] = line
         yield name, value_node, where
 
@@ -167,12 +194,18 @@ def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
 
 
 def _block(path: AnyPath, block: str, node: yaml.Node) -> Iterator[Entry]:
-    """Yields the keys of an unknown block as paths, a.b, to refuse them with all other unknown keys."""
+    """Yields the keys of an unknown block as paths, a.b, to refuse them with all other unknown
+    keys.
+    """
     for name, value_node, where in pairs(path, node):
         if _is_mapping(value_node) and value_node.value:
             yield from _block(path, f"{block}.{name}", value_node)
         else:
-            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else _as_json(value_node)
+            text = (
+                value_node.value
+                if isinstance(value_node, yaml.ScalarNode)
+                else _as_json(value_node)
+            )
             yield Entry(f"{block}.{name}", text, True, where)
 
 
@@ -190,21 +223,27 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name not in KEYS and not isinstance(node, yaml.ScalarNode):
         return Entry(name, _as_json(node), False, where)  # refused later, with all unknown keys
     if not isinstance(node, yaml.ScalarNode):
-        rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
+        rule = (
+            "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
+        )
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")
     refuse_tag(node, name, where)
     return Entry(name, node.value, node.style is None, where)
 
 
 def _as_json(node: yaml.Node) -> str:
-    """Returns a list of scalars and flat mappings in one line, for the answer to an unknown key; "" for others."""
+    """Returns a list of scalars and flat mappings in one line, for the answer to an unknown key; ""
+    for others.
+    """
     items = node.value if isinstance(node, yaml.SequenceNode) else []
     found: list[object] = []
     for item in items:
         pairs_of = item.value if isinstance(item, yaml.MappingNode) else []
         if not all(isinstance(part, yaml.ScalarNode) for pair in pairs_of for part in pair):
             return ""
-        found.append({name.value: value.value for name, value in pairs_of} if pairs_of else item.value)
+        found.append(
+            {name.value: value.value for name, value in pairs_of} if pairs_of else item.value
+        )
     return json.dumps(found, ensure_ascii=False, default=str) if found else ""
 
 
@@ -217,7 +256,9 @@ def _in_braces(node: yaml.Node, where: str) -> str:
     def texts(value: yaml.Node) -> Iterator[tuple[str, object]]:
         if not isinstance(value, yaml.MappingNode):
             raise ConfigError(f"{where}: a mixture by positions must be mappings of texts")
-        return ((name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value))
+        return (
+            (name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value)
+        )
 
     return json.dumps(dict(texts(node)), ensure_ascii=False)
 
@@ -225,7 +266,9 @@ def _in_braces(node: yaml.Node, where: str) -> str:
 def field_names_text(node: yaml.MappingNode, name: str, where: str) -> str:
     """Returns a mapping of names to names on one line."""
     if not all(isinstance(part, yaml.ScalarNode) for pair in node.value for part in pair):
-        raise ConfigError(f"{where}: {name} must map names to names; works: {name}: {{prompt: question}}")
+        raise ConfigError(
+            f"{where}: {name} must map names to names; works: {name}: {{prompt: question}}"
+        )
     return "{" + ", ".join(f"{ours.value}: {theirs.value}" for ours, theirs in node.value) + "}"
 
 
@@ -239,9 +282,13 @@ def _path_item(node: yaml.Node, name: str) -> str:
         plain = all(isinstance(part, yaml.ScalarNode) for pair in parts for part in pair)
         item = {key.value: value.value for key, value in parts} if plain else {}
         if set(item) != {"path", "weight"} or len(parts) > len(item):
-            raise ConfigError(f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
-                              "works: {path: a.jsonl, weight: 0.7}")  # fmt: skip
+            raise ConfigError(
+                f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
+                "works: {path: a.jsonl, weight: 0.7}"
+            )
     path, weight = item["path"], item.get("weight")
     if not path or ";" in path:
-        raise ConfigError(f"{where}: {shown(path)!r} must be a path without ';', which separates paths")
+        raise ConfigError(
+            f"{where}: {shown(path)!r} must be a path without ';', which separates paths"
+        )
     return path if weight is None else f"{path},{weight}"

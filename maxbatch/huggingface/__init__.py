@@ -1,1 +1,3 @@
-"""Hugging Face folders: their files without JAX, their tensors as parameters, and the export of models and adapters."""
+"""Hugging Face folders: their files without JAX, their tensors as parameters, and the export of
+models and adapters.
+"""

@@ -1,4 +1,6 @@
-"""Models as checkpoints that MaxText loads (`load_parameters_path=DIR/0/items`), with its layers scanned."""
+"""Models as checkpoints that MaxText loads (`load_parameters_path=DIR/0/items`), with its layers
+scanned.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class ScannedNames:
         return not _UNSCANNED.match(str(name))
 
 
-def export_maxtext(model: str, output: str, dtype: str | None, averaged: bool = False, base: str = "") -> str:
+def export_maxtext(
+    model: str, output: str, dtype: str | None, averaged: bool = False, base: str = ""
+) -> str:
     """Writes a model's parameters as a MaxText checkpoint, atomically; returns a summary to print.
 
     Args:
@@ -46,12 +50,14 @@ def export_maxtext(model: str, output: str, dtype: str | None, averaged: bool = 
       base: where the base model of a run's adapters is now.
 
     Raises:
-      ConfigError: there is no such model, MaxText has no such family, the output is not empty, or Orbax is missing.
+      ConfigError: there is no such model, MaxText has no such family, the output is not empty, or
+        Orbax is missing.
     """
     target = new_folder(output)
     if is_remote(target):
         raise ConfigError(
-            f"--output {shown_path(target)}: MaxText's form is written to a disk; write it there, and copy the folder"
+            f"--output {shown_path(target)}: MaxText's form is written to a disk; write it there, "
+            "and copy the folder"
         )
     source = open_source(model, averaged, base)
     config = source.config()
@@ -71,7 +77,9 @@ def export_maxtext(model: str, output: str, dtype: str | None, averaged: bool = 
     )
 
 
-def arrays_there(params: State, places: Mapping[ParameterPath, Place], dtype: str | None) -> dict[str, np.ndarray]:
+def arrays_there(
+    params: State, places: Mapping[ParameterPath, Place], dtype: str | None
+) -> dict[str, np.ndarray]:
     """Returns MaxText's arrays by name.
 
     Raises:
@@ -83,7 +91,9 @@ def arrays_there(params: State, places: Mapping[ParameterPath, Place], dtype: st
         path = parameter_path(keys)
         place = places.get(path)
         if place is None:
-            raise ConfigError(f"{'.'.join(path)}: MaxText's form of this family has no such parameter")
+            raise ConfigError(
+                f"{'.'.join(path)}: MaxText's form of this family has no such parameter"
+            )
         here = _as_theirs(np.asarray(value), place, dtype)
         if not place.is_stacked:
             arrays[place.arrays[0]] = here
@@ -94,7 +104,9 @@ def arrays_there(params: State, places: Mapping[ParameterPath, Place], dtype: st
             else:
                 layers[name][number] = here[layer]
     for name, of_layers in layers.items():
-        arrays[name] = np.stack([of_layers[number] for number in sorted(of_layers)], axis=LAYER_AXIS)
+        arrays[name] = np.stack(
+            [of_layers[number] for number in sorted(of_layers)], axis=LAYER_AXIS
+        )
     return arrays
 
 
@@ -128,7 +140,8 @@ def _save(folder: Path, params: dict[str, Any]) -> None:
         import orbax.checkpoint as ocp
     except ImportError:
         raise ConfigError(
-            "MaxText's form is written by Orbax, which is not installed; works: pip install 'maxbatch[maxtext]'"
+            "MaxText's form is written by Orbax, which is not installed; works: pip install "
+            "'maxbatch[maxtext]'"
         ) from None
     tree = {"params": {"params": params}}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:

@@ -1,7 +1,8 @@
-"""Grouped-query attention: causal, within the documents of a packed row, and in local layers within a window.
+"""Grouped-query attention: causal, within the documents of a packed row, and in local layers within
+a window.
 
-Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; while sampling, B rows,
-T new tokens, G = H / K.
+Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; while
+sampling, B rows, T new tokens, G = H / K.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ _BLOCK_TOKENS = 128  # of a prompt that are read at a time
 
 
 def choose_implementation(config: DecoderConfig, platform: str, context: int) -> Kernel:
-    """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
+    """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that
+    size.
 
     Raises:
       ConfigError: the platform or the shapes do not allow what `attention` states.
     """
     platforms: dict[Kernel, tuple[str, str]]
     platforms = {"splash": ("tpu", "run on TPUs"), "cudnn": ("gpu", "run on NVIDIA GPUs")}
-    rules = {name: list(own) for name, own in attention_rules(config, config.max_target_length, context).items()}
+    rules = {
+        name: list(own)
+        for name, own in attention_rules(config, config.max_target_length, context).items()
+    }
     for name, (needed, words) in platforms.items():
         rules[name].insert(0, (platform == needed, f"{words}, and the devices are {platform}"))
     broken = {name: [rule for holds, rule in own if not holds] for name, own in rules.items()}
@@ -50,13 +55,16 @@ def choose_implementation(config: DecoderConfig, platform: str, context: int) ->
         return best
     if broken[config.attention]:
         raise ConfigError(
-            f"attention={config.attention}: must {broken[config.attention][0]}; works: attention=auto (here {best})"
+            f"attention={config.attention}: must {broken[config.attention][0]}; works: "
+            f"attention=auto (here {best})"
         )
     return config.attention
 
 
 def implementation_on(config: DecoderConfig, constrain: Constrain) -> Kernel:
-    """Returns the implementation on a mesh; the plain one without a mesh, to inspect a model or sample from it."""
+    """Returns the implementation on a mesh; the plain one without a mesh, to inspect a model or
+    sample from it.
+    """
     if constrain.mesh is None:
         return "dot_product"
     return choose_implementation(config, constrain.platform, constrain.mesh.shape.get("context", 1))
@@ -73,10 +81,12 @@ def attend(
 ) -> jax.Array:
     """Returns causal attention within segments, [M, L, H, h] in q's dtype, with softmax in float32.
 
-    A token sees itself and the tokens before it of its own segment, and only those; in a local layer only the nearest
-    `scores.window`. Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
-    Queries and keys come rotated. With sinks a head may attend to a score of its own in place of tokens (Xiao et al.
-    2023, https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so is the result.
+    A token sees itself and the tokens before it of its own segment, and only those; in a local
+    layer only the nearest `scores.window`. Query head i reads key head i // (H / K) (Ainslie et al.
+    2023, https://arxiv.org/abs/2305.13245). Queries and keys come rotated. With sinks a head may
+    attend to a score of its own in place of tokens (Xiao et al. 2023,
+    https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so
+    is the result.
     """
     if scores.implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
@@ -88,14 +98,20 @@ def attend(
     if scores.soft_cap or sinks_H is not None:
         return _attend_plainly(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores, sinks_H)
     if scores.implementation == "cudnn":
-        # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
+        # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under
+        # `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
     if num_values < q_MxLxHxh.shape[-1]:  # JAX's function takes one width
         v_MxLxKxh = jnp.pad(v_MxLxKxh, [*[(0, 0)] * 3, (0, q_MxLxHxh.shape[-1] - num_values)])
     return jax.nn.dot_product_attention(
-        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True, scale=scores.scale,
+        q_MxLxHxh,
+        k_MxLxKxh,
+        v_MxLxKxh,
+        mask=mask,
+        is_causal=True,
+        scale=scores.scale,
         implementation="cudnn" if scores.implementation == "cudnn" else "xla",
-    )[..., :num_values]  # fmt: skip
+    )[..., :num_values]
 
 
 def _attend_plainly(
@@ -106,15 +122,23 @@ def _attend_plainly(
     scores: ScoreRules,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Returns causal attention with soft-capped scores or sinks, which JAX's own function does not know."""
+    """Returns causal attention with soft-capped scores or sinks, which JAX's own function does not
+    know.
+    """
     rows, length, heads, head_dim = q_MxLxHxh.shape
     kv_heads = k_MxLxKxh.shape[2]
     q_MxLxKxGxh = q_MxLxHxh.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
-    logits = jnp.einsum("mqkgh,mlkh->mkgql", q_MxLxKxGxh, k_MxLxKxh, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "mqkgh,mlkh->mkgql", q_MxLxKxGxh, k_MxLxKxh, preferred_element_type=jnp.float32
+    )
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     visible = mask_Mx1xLxL & jnp.tril(jnp.ones((length, length), bool))[None, None]
-    weights_MxKxGxLxL = _softmax(jnp.where(visible[:, :, None], logits, -jnp.inf), sinks_H).astype(v_MxLxKxh.dtype)
-    return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(rows, length, heads, -1)
+    weights_MxKxGxLxL = _softmax(jnp.where(visible[:, :, None], logits, -jnp.inf), sinks_H).astype(
+        v_MxLxKxh.dtype
+    )
+    return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(
+        rows, length, heads, -1
+    )
 
 
 def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Array:
@@ -122,7 +146,9 @@ def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Arra
     if sinks_H is None:
         return jax.nn.softmax(logits_MxKxGxLxL)
     sinks = sinks_H.astype(jnp.float32).reshape(1, *logits_MxKxGxLxL.shape[1:3], 1, 1)
-    peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits_MxKxGxLxL, axis=-1, keepdims=True), sinks))
+    peak = jax.lax.stop_gradient(
+        jnp.maximum(jnp.max(logits_MxKxGxLxL, axis=-1, keepdims=True), sinks)
+    )
     exp = jnp.exp(logits_MxKxGxLxL - peak)
     return exp / (jnp.sum(exp, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
 
@@ -134,10 +160,12 @@ def attend_to_cache(
     scores: ScoreRules = PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype.
+    """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H,
+    h] in q's dtype.
 
-    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it. Many tokens
-    are processed in blocks, so that only the scores of one block are in memory.
+    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows
+    behind it. Many tokens are processed in blocks, so that only the scores of one block are in
+    memory.
     """
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
     if tokens > _BLOCK_TOKENS:
@@ -165,24 +193,31 @@ def attend_to_cache(
 def _cache_logits(
     q_BxTxKxGxh: jax.Array, cache: Cache, positions_BxT: jax.Array, scores: ScoreRules
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the products with the keys, float32[B, K, G, T, L], and which slots a token sees, bool[B, T, L].
+    """Returns the products with the keys, float32[B, K, G, T, L], and which slots a token sees,
+    bool[B, T, L].
 
     L are the slots of the prompt, where there is one, and then those of the row.
     """
     k_BxKxLxh = cache.keys_NxBxKxLxh
-    logits = jnp.einsum("btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32
+    )
     slots_BxL = jnp.arange(k_BxKxLxh.shape[2])[None]
     is_held_BxL = jnp.ones_like(slots_BxL, bool)
     if cache.prompts is not None:
         assert cache.starts_B is not None, "rows behind a prompt have a start"
         k_QxKxPxh, starts_Bx1 = cache.prompts.keys_NxBxKxLxh, cache.starts_B[:, None]
         q_QxSxTxKxGxh = q_BxTxKxGxh.reshape(k_QxKxPxh.shape[0], -1, *q_BxTxKxGxh.shape[1:])
-        before = jnp.einsum("qstkgh,qkph->qskgtp", q_QxSxTxKxGxh, k_QxKxPxh, preferred_element_type=jnp.float32)
+        before = jnp.einsum(
+            "qstkgh,qkph->qskgtp", q_QxSxTxKxGxh, k_QxKxPxh, preferred_element_type=jnp.float32
+        )
         logits = jnp.concatenate([before.reshape(*logits.shape[:-1], -1), logits], axis=-1)
         slots_1xP = jnp.arange(k_QxKxPxh.shape[2])[None]
         is_held_BxP = slots_1xP < starts_Bx1
         own_BxL = starts_Bx1 + slots_BxL
-        slots_BxL = jnp.concatenate([jnp.broadcast_to(slots_1xP, is_held_BxP.shape), own_BxL], axis=1)
+        slots_BxL = jnp.concatenate(
+            [jnp.broadcast_to(slots_1xP, is_held_BxP.shape), own_BxL], axis=1
+        )
         is_held_BxL = jnp.concatenate([is_held_BxP, jnp.ones_like(own_BxL, bool)], axis=1)
     distances_BxTxL = positions_BxT[:, :, None] - slots_BxL[:, None]
     visible_BxTxL = is_held_BxL[:, None] & (distances_BxTxL >= 0)
@@ -212,9 +247,11 @@ class KeysValues(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of LLaMA 2.
+    """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of
+    LLaMA 2.
 
-    Queries and keys may be normalised before they are rotated (Henry et al. 2020, https://arxiv.org/abs/2010.04245).
+    Queries and keys may be normalised before they are rotated (Henry et al. 2020,
+    https://arxiv.org/abs/2010.04245).
     """
 
     query: nnx.Param[jax.Array]
@@ -222,14 +259,19 @@ class Attention(nnx.Module):
     value: nnx.Param[jax.Array]  # if keys are not the values, before their norms and RoPE
     out: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]  # if the family has them
-    query_gate: nnx.Param[jax.Array]  # if it has one: multiplies the output by the sigmoid of its product
+    # if it has one: multiplies the output by the sigmoid of its product
+    query_gate: nnx.Param[jax.Array]
 
     def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
         family = FAMILIES[config.decoder_block]
-        self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
+        self.query_norm, self.key_norm = (
+            norm_of(config, f"{name}.{part}_norm") for part in ("query", "key")
+        )
         self.epsilon = config.normalization_layer_epsilon
-        self.value_norm = partial(of_unit_size, epsilon=self.epsilon) if family.has_value_norm else unchanged
+        self.value_norm = (
+            partial(of_unit_size, epsilon=self.epsilon) if family.has_value_norm else unchanged
+        )
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         if config.query_weights_scaled:
             scale = 1.0
@@ -257,8 +299,12 @@ class Attention(nnx.Module):
         """
         scores = self.scores._replace(is_local=is_local, implementation=self.implementation)
         factor = 1.0
-        if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
-            factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
+        # its kernel takes scaled queries: rounded once
+        if rope is not None and self.implementation == "splash":
+            factor, scores = (
+                scores.scale or self.query.shape[-1] ** -0.5,
+                scores._replace(scale=1.0),
+            )
         k, v = self.keys_values(x_MxLxD, rope) if shared is None else shared
         q = self._queries(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
         if scores.has_chunks and is_local is True:
@@ -276,18 +322,21 @@ class Attention(nnx.Module):
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
+        """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with
+        them in it.
 
-        It is the plain implementation, whatever the model was trained with. Positions are int32, the tokens' places in
-        their rows and their slots; the tables of these positions are [B, T, h/2] each. A layer without keys of its own
-        reads the slots that another one wrote.
+        It is the plain implementation, whatever the model was trained with. Positions are int32,
+        the tokens' places in their rows and their slots; the tables of these positions are [B, T,
+        h/2] each. A layer without keys of its own reads the slots that another one wrote.
         """
         assert isinstance(cache, Cache), "attention has slots"
         if hasattr(self, "key"):
             cache = cache.write(layer, positions_BxT, *self.keys_values(x_BxTxD, rope))
         q = self._queries(x_BxTxD, rope, lambda: positions_BxT)
         scores = self.scores._replace(is_local=is_local)
-        attended_BxTxHxh = attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)
+        attended_BxTxHxh = attend_to_cache(
+            q, cache.layer(layer), positions_BxT, scores, self._sinks
+        )
         return self._joined(attended_BxTxHxh, x_BxTxD), cache
 
     @property
@@ -304,7 +353,9 @@ class Attention(nnx.Module):
         """Returns the keys and values that it makes of x."""
         keys_MxLxKxh = self._heads("key", x_MxLxD, rope, self.key_norm)
         values_MxLxKxh = (
-            self._heads("value", x_MxLxD, rope, self.value_norm) if hasattr(self, "value") else keys_MxLxKxh
+            self._heads("value", x_MxLxD, rope, self.value_norm)
+            if hasattr(self, "value")
+            else keys_MxLxKxh
         )
         k_MxLxKxh = self._rotated("key", keys_MxLxKxh, rope, self.key_norm)
         if self.value_norm is unchanged:
@@ -312,7 +363,11 @@ class Attention(nnx.Module):
         return KeysValues(k_MxLxKxh, self.value_norm(values_MxLxKxh))
 
     def _queries(
-        self, x_MxLxD: jax.Array, rope: Rope | None, places: Callable[[], jax.Array], factor: float = 1.0
+        self,
+        x_MxLxD: jax.Array,
+        rope: Rope | None,
+        places: Callable[[], jax.Array],
+        factor: float = 1.0,
     ) -> jax.Array:
         """Returns rotated queries, times `factor`.
 
@@ -334,8 +389,8 @@ class Attention(nnx.Module):
         out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
         if hasattr(self, f"{name}_bias"):
             bias = weight(f"{name}_bias").astype(x_MxLxD.dtype)
-            # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
-            # which an optimizer such as Adam would turn into whole steps.
+            # It adds one constant to all scores of a query, which softmax ignores. Its gradient is
+            # rounding error, which an optimizer such as Adam would turn into whole steps.
             is_shift = norm is unchanged and rope is None  # the key moves by the same everywhere
             blind = name == "key" and is_shift and self._sinks is None and not self.scores.soft_cap
             out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
@@ -356,12 +411,18 @@ class Attention(nnx.Module):
 
     def _joined(self, attended_MxLxHxh: jax.Array, x_MxLxD: jax.Array) -> jax.Array:
         if hasattr(self, "query_gate"):
-            gate_MxLxHxh = product(x_MxLxD, self.query_gate[...], "mld,dnh->mlnh", self.quantization)
+            gate_MxLxHxh = product(
+                x_MxLxD, self.query_gate[...], "mld,dnh->mlnh", self.quantization
+            )
             if hasattr(self, "query_gate_bias"):
                 gate_MxLxHxh += self.query_gate_bias[...].astype(gate_MxLxHxh.dtype)[None, None]
-            gate_MxLxHxh = self.constrain(gate_MxLxHxh, ("batch", "length", *MATRICES["query_gate"].outputs))
+            gate_MxLxHxh = self.constrain(
+                gate_MxLxHxh, ("batch", "length", *MATRICES["query_gate"].outputs)
+            )
             attended_MxLxHxh *= jax.nn.sigmoid(kept(gate_MxLxHxh, MATRICES["query_gate"].kept))
-        joined_MxLxD = join_heads(attended_MxLxHxh, self.out[...], self.constrain.platform, self.quantization)
+        joined_MxLxD = join_heads(
+            attended_MxLxHxh, self.out[...], self.constrain.platform, self.quantization
+        )
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
         return joined_MxLxD

@@ -1,8 +1,10 @@
 """The key-value cache: the keys and values of past tokens, for those that follow.
 
-Reference: Shazeer 2019, Fast Transformer Decoding (https://arxiv.org/abs/1911.02150), section 2.4, "incremental".
+Reference: Shazeer 2019, Fast Transformer Decoding (https://arxiv.org/abs/1911.02150), section 2.4,
+"incremental".
 
-Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads, h head_dim; Q prompts, P slots of one.
+Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads, h head_dim; Q
+prompts, P slots of one.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# As `cache.at[layer, rows, :, positions]`, but each device writes its own rows only. With the plain form the compiler
-# sends all new keys and values to all devices.
+# As `cache.at[layer, rows, :, positions]`, but each device writes its own rows only. With the plain
+# form the compiler sends all new keys and values to all devices.
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2, 3),
     inserted_window_dims=(0, 3),
@@ -27,22 +29,26 @@ _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
 class Cache(NamedTuple):
     """The rotated keys and the values of every layer. A token at position i of its row has slot i.
 
-    DeepSeek's attention has one head: its values are the latents, its keys the latents and the rotated part.
+    DeepSeek's attention has one head: its values are the latents, its keys the latents and the
+    rotated part.
 
-    Heads come before slots, in the order in which the products read them. The other order would transpose the cache for
-    every token (half the time of attention with 32 rows of 512 slots on a CPU).
+    Heads come before slots, in the order in which the products read them. The other order would
+    transpose the cache for every token (half the time of attention with 32 rows of 512 slots on a
+    CPU).
 
-    Slots after a row's last token may hold anything: no token sees a slot after its own, and a token writes its slot
-    before it reads.
+    Slots after a row's last token may hold anything: no token sees a slot after its own, and a
+    token writes its slot before it reads.
 
-    Rows may begin behind a prompt that they share with their neighbours, whose slots lie in `prompts` once (Hydragen,
-    Juravsky et al. 2024, https://arxiv.org/abs/2402.05099). Their own slots then begin at position `starts_B`.
+    Rows may begin behind a prompt that they share with their neighbours, whose slots lie in
+    `prompts` once (Hydragen, Juravsky et al. 2024, https://arxiv.org/abs/2402.05099). Their own
+    slots then begin at position `starts_B`.
     """
 
     keys_NxBxKxLxh: jax.Array
     values_NxBxKxLxh: jax.Array
     prompts: Cache | None = None  # of Q rows, each the prompt of B / Q neighbours
-    starts_B: jax.Array | None = None  # int32, in [0, P); slots of a prompt from there on are not read
+    # int32, in [0, P); slots of a prompt from there on are not read
+    starts_B: jax.Array | None = None
 
     @property
     def length(self) -> int:
@@ -61,7 +67,9 @@ class Cache(NamedTuple):
         return self._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
 
     def before(self, starts_B: jax.Array, length: int) -> Cache:
-        """Returns an empty cache of `length` slots per row, whose prompts are this cache up to `starts_B`."""
+        """Returns an empty cache of `length` slots per row, whose prompts are this cache up to
+        `starts_B`.
+        """
 
         def empty(prompts_NxQxKxPxh: jax.Array) -> jax.Array:
             layers, _, heads, _, width = prompts_NxQxKxPxh.shape
@@ -72,12 +80,20 @@ class Cache(NamedTuple):
     def layer(self, layer: jax.Array | int) -> Cache:
         """Returns the cache of one layer, whose arrays lack the first axis."""
         keys_BxKxLxh, values_BxKxLxh = (array[layer] for array in self[:2])
-        return Cache(keys_BxKxLxh, values_BxKxLxh, self.prompts and self.prompts.layer(layer), self.starts_B)
+        return Cache(
+            keys_BxKxLxh, values_BxKxLxh, self.prompts and self.prompts.layer(layer), self.starts_B
+        )
 
     def write(
-        self, layer: jax.Array | int, positions_BxT: jax.Array, k_BxTxKxh: jax.Array, v_BxTxKxh: jax.Array
+        self,
+        layer: jax.Array | int,
+        positions_BxT: jax.Array,
+        k_BxTxKxh: jax.Array,
+        v_BxTxKxh: jax.Array,
     ) -> Cache:
-        """Returns the cache with the keys and values of T neighbouring tokens of each row in one layer."""
+        """Returns the cache with the keys and values of T neighbouring tokens of each row in one
+        layer.
+        """
         whole = positions_BxT.shape[1] == self.length
         if self.starts_B is not None:
             positions_BxT = positions_BxT - self.starts_B[:, None]
@@ -86,7 +102,9 @@ class Cache(NamedTuple):
         def written(cache_NxBxKxLxh: jax.Array, new_BxTxKxh: jax.Array) -> jax.Array:
             if whole:
                 return cache_NxBxKxLxh.at[layer].set(new_BxTxKxh.swapaxes(1, 2))
-            return jax.lax.scatter(cache_NxBxKxLxh, slots_BxTx2, new_BxTxKxh, _ROW_BY_ROW, unique_indices=True)
+            return jax.lax.scatter(
+                cache_NxBxKxLxh, slots_BxTx2, new_BxTxKxh, _ROW_BY_ROW, unique_indices=True
+            )
 
         return self._replace(
             keys_NxBxKxLxh=written(self.keys_NxBxKxLxh, k_BxTxKxh),
@@ -95,14 +113,18 @@ class Cache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """The states of a gated delta rule in every layer, which do not grow with the rows, and its convolutions' inputs.
+    """The states of a gated delta rule in every layer, which do not grow with the rows, and its
+    convolutions' inputs.
 
-    Shapes beside those above: H value heads, k and v widths of a key and a value, W width of the convolutions.
+    Shapes beside those above: H value heads, k and v widths of a key and a value, W width of the
+    convolutions.
     """
 
     states_NxBxHxkxv: jax.Array  # float32
-    inputs: tuple[jax.Array, jax.Array, jax.Array]  # of the last W - 1 tokens, as queries, keys and values: NxBxWxHxh
-    ends_B: jax.Array | None = None  # int32: tokens from this position on change nothing; None: all do
+    # of the last W - 1 tokens, as queries, keys and values: NxBxWxHxh
+    inputs: tuple[jax.Array, jax.Array, jax.Array]
+    # int32: tokens from this position on change nothing; None: all do
+    ends_B: jax.Array | None = None
 
     def with_room_for(self, length: int) -> StateCache:
         """Returns the cache as it is: a state takes no slots."""
@@ -110,9 +132,13 @@ class StateCache(NamedTuple):
         return self
 
     def before(self, starts_B: jax.Array, length: int) -> StateCache:
-        """Returns the states of Q prompts for the B / Q rows behind each. They must end at `starts_B`."""
+        """Returns the states of Q prompts for the B / Q rows behind each. They must end at
+        `starts_B`.
+        """
         del length
-        states, inputs = jax.tree.map(lambda x: jnp.repeat(x, starts_B.size // x.shape[1], axis=1), self[:2])
+        states, inputs = jax.tree.map(
+            lambda x: jnp.repeat(x, starts_B.size // x.shape[1], axis=1), self[:2]
+        )
         return StateCache(states, inputs)
 
     def layer(self, layer: jax.Array | int) -> StateCache:
@@ -127,7 +153,9 @@ class StateCache(NamedTuple):
         states_BxHxkxv: jax.Array,
         inputs: tuple[jax.Array, jax.Array, jax.Array],
     ) -> StateCache:
-        """Returns the cache after T neighbouring tokens of each row in one layer, with inputs of [B, T, H, h] each."""
+        """Returns the cache after T neighbouring tokens of each row in one layer, with inputs of
+        [B, T, H, h] each.
+        """
         num_tokens = positions_BxT.shape[1]
 
         def last(whole_NxBxWxHxh: jax.Array, new_BxTxHxh: jax.Array) -> jax.Array:
@@ -137,7 +165,9 @@ class StateCache(NamedTuple):
                 return whole_NxBxWxHxh.at[layer].set(all_of_them[:, num_tokens:])
             num_read_B = jnp.clip(self.ends_B - positions_BxT[:, 0], 0, num_tokens)
             places_BxW = num_read_B[:, None] + jnp.arange(width)[None]
-            return whole_NxBxWxHxh.at[layer].set(jnp.take_along_axis(all_of_them, places_BxW[..., None, None], axis=1))
+            return whole_NxBxWxHxh.at[layer].set(
+                jnp.take_along_axis(all_of_them, places_BxW[..., None, None], axis=1)
+            )
 
         queries, keys, values = map(last, self.inputs, inputs)
         states = self.states_NxBxHxkxv.at[layer].set(states_BxHxkxv)
@@ -145,7 +175,8 @@ class StateCache(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """The caches of a model: one for each place in its cycle of layers, which may have heads of its own.
+    """The caches of a model: one for each place in its cycle of layers, which may have heads of its
+    own.
 
     The last place has attention in every family.
     """

@@ -1,9 +1,10 @@
 """The decoder: a causal transformer in the standard form of LLaMA, in flax NNX.
 
-Pre-normalised residual blocks (RMSNorm), rotary grouped-query attention, a gated SiLU MLP, tied or untied
-embeddings: LLaMA (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
+Pre-normalised residual blocks (RMSNorm), rotary grouped-query attention, a gated SiLU MLP, tied or
+untied embeddings: LLaMA (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
 
-Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B rows and T new tokens.
+Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B rows and T new
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, local_layers, places_of_shared_keys
+from maxbatch.config.cycle import (
+    LayerForm,
+    cycle_length,
+    cycle_of,
+    local_layers,
+    places_of_shared_keys,
+)
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import (
     DENSE_LAYERS,
@@ -56,7 +63,9 @@ SharedKeys: TypeAlias = dict[int, KeysValues]  # by place in the cycle of layers
 
 
 class Hidden(NamedTuple):
-    """The stream of a micro-batch after the final norm, with the routing sums of every layer's experts."""
+    """The stream of a micro-batch after the final norm, with the routing sums of every layer's
+    experts.
+    """
 
     x_MxLxD: jax.Array  # in the compute dtype
     sums: RoutingSums | None  # a row per layer; None without experts
@@ -70,12 +79,21 @@ class LayerRunner(Protocol):
         """The constraint on activations inside of the layers."""
 
     def order(self, num_stacked: int) -> np.ndarray:
-        """Returns the numbers of the layers, or cycles, in the order in which their parameters come stacked."""
+        """Returns the numbers of the layers, or cycles, in the order in which their parameters come
+        stacked.
+        """
 
     def __call__(
-        self, layers: Layers[RoutingSums | None], stacked: Stacked, x_MxLxD: jax.Array, slots: Slots, /
+        self,
+        layers: Layers[RoutingSums | None],
+        stacked: Stacked,
+        x_MxLxD: jax.Array,
+        slots: Slots,
+        /,
     ) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns x after all layers and their sums, stacked alike; `layers` runs as many as are stacked."""
+        """Returns x after all layers and their sums, stacked alike; `layers` runs as many as are
+        stacked.
+        """
 
 
 class DecoderLayer(nnx.Module):
@@ -92,7 +110,15 @@ class DecoderLayer(nnx.Module):
     input_out: nnx.Param[jax.Array]
     layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
 
-    def __init__(self, config: DecoderConfig, name: str, form: LayerForm, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        name: str,
+        form: LayerForm,
+        *,
+        rngs: nnx.Rngs,
+        constrain: Constrain,
+    ):
         family = FAMILIES[config.decoder_block]
         attention: type[Attention | LatentAttention | GatedDeltaNet]
         attention = LatentAttention if family.has_latents else Attention
@@ -102,7 +128,11 @@ class DecoderLayer(nnx.Module):
         self.attention = attention(config, f"{name}.attention", rngs=rngs, constrain=constrain)
         self.attention_post_norm = norm_of(config, f"{name}.attention_post_norm")
         self.mlp_norm = norm_of(config, f"{name}.mlp_norm")
-        self.has_experts, self.is_local, self.has_rope = form.has_experts, form.is_local, form.has_rope
+        self.has_experts, self.is_local, self.has_rope = (
+            form.has_experts,
+            form.is_local,
+            form.has_rope,
+        )
         if self.has_experts:
             self.experts = Experts(config, f"{name}.experts", rngs=rngs, constrain=constrain)
         self.mlp_own_norm, self.experts_norm, self.experts_own_norm = (
@@ -112,7 +142,9 @@ class DecoderLayer(nnx.Module):
         if self.is_beside_mlp or not self.has_experts:
             self.mlp = MLP(config, f"{name}.mlp", rngs=rngs, constrain=constrain)
         if self.has_experts and config.shared_experts:
-            self.shared_experts = MLP(config, f"{name}.shared_experts", rngs=rngs, constrain=constrain)
+            self.shared_experts = MLP(
+                config, f"{name}.shared_experts", rngs=rngs, constrain=constrain
+            )
         self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
         names = (f"{name}.{part}" for part in ("widen", "input_gate", "input_out", "layer_scale"))
         add_parameters(self, config, *names, rngs=rngs)
@@ -130,7 +162,8 @@ class DecoderLayer(nnx.Module):
         input_MxLxP: jax.Array | None = None,
         shared: KeysValues | None = None,
     ) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts.
+        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its
+        experts.
 
         Args:
           input_MxLxP: its input besides the stream, if it has one.
@@ -146,14 +179,18 @@ class DecoderLayer(nnx.Module):
         sums = None
         if self.has_experts:
             assert number is not None, "layers with experts are numbered"
-            out_MxLxD, sums = self.experts(self._of_experts(x_MxLxD, inner_MxLxD), slots, number, x_MxLxD)
+            out_MxLxD, sums = self.experts(
+                self._of_experts(x_MxLxD, inner_MxLxD), slots, number, x_MxLxD
+            )
             out_MxLxD = self._with_mlp(inner_MxLxD, out_MxLxD)
         else:
             out_MxLxD = self.mlp(inner_MxLxD)
         return features_last(self._add(x_MxLxD, out_MxLxD, input_MxLxP), self.constrain), sums
 
     def keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> KeysValues:
-        """Returns the keys and values of its attention, for itself and for layers without their own."""
+        """Returns the keys and values of its attention, for itself and for layers without their
+        own.
+        """
         assert isinstance(self.attention, Attention), "latents and states are not shared"
         return self.attention.keys_values(self.attention_norm(x_MxLxD), rope)
 
@@ -167,7 +204,9 @@ class DecoderLayer(nnx.Module):
         is_local: jax.Array | bool,
         input_BxTxP: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | StateCache]:
-        """Returns the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
+        """Returns the stream of T more tokens of each row, and the cache with them in it; see
+        `Attention`.
+        """
         attended_BxTxD, cache = self.attention.with_cache(
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
         )
@@ -184,28 +223,45 @@ class DecoderLayer(nnx.Module):
         return self.experts_norm(x_MxLxD) if self.is_beside_mlp else inner_MxLxD
 
     def _with_mlp(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
-        """Returns the output of the experts with that of the MLP beside them, or of shared experts."""
+        """Returns the output of the experts with that of the MLP beside them, or of shared
+        experts.
+        """
         if self.is_beside_mlp:
             return self.mlp_own_norm(self.mlp(inner_MxLxD)) + self.experts_own_norm(out_MxLxD)
-        return out_MxLxD + self.shared_experts(inner_MxLxD) if hasattr(self, "shared_experts") else out_MxLxD
+        return (
+            out_MxLxD + self.shared_experts(inner_MxLxD)
+            if hasattr(self, "shared_experts")
+            else out_MxLxD
+        )
 
-    def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _attended(
+        self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the stream after attention, and the input of the MLP or the experts."""
         if hasattr(self, "widen"):  # attention feeds the experts alone
             return x_MxLxD, self.mlp_norm(attended_MxLxD)
         x_MxLxD = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
         return x_MxLxD, self.mlp_norm(x_MxLxD)
 
-    def _add(self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None) -> jax.Array:
+    def _add(
+        self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None
+    ) -> jax.Array:
         if hasattr(self, "widen"):
             out_MxLxD = kept(
-                product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization), MATRICES["widen"].kept
+                product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization),
+                MATRICES["widen"].kept,
             )
         x_MxLxD += self.mlp_post_norm(out_MxLxD)
         if input_MxLxP is not None:
-            gate_MxLxP = self.activation(product(x_MxLxD, self.input_gate[...], "mld,dp->mlp", self.quantization))
-            gated_MxLxP = self.constrain(gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input"))
-            x_MxLxD += self.input_norm(product(gated_MxLxP, self.input_out[...], "mlp,pd->mld", self.quantization))
+            gate_MxLxP = self.activation(
+                product(x_MxLxD, self.input_gate[...], "mld,dp->mlp", self.quantization)
+            )
+            gated_MxLxP = self.constrain(
+                gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input")
+            )
+            x_MxLxD += self.input_norm(
+                product(gated_MxLxP, self.input_out[...], "mlp,pd->mld", self.quantization)
+            )
         if hasattr(self, "layer_scale"):
             x_MxLxD *= self.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
         return self.constrain(x_MxLxD, _STREAM)
@@ -217,7 +273,11 @@ class LayerCycle(nnx.Module):
     def __init__(self, config: DecoderConfig, stack: str, *, rngs: nnx.Rngs, constrain: Constrain):
         self.length = cycle_length(config)
         for path, form in zip(layer_paths(config, stack), cycle_of(config), strict=True):
-            setattr(self, path[-1], DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain))
+            setattr(
+                self,
+                path[-1],
+                DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain),
+            )
 
     @property
     def layers(self) -> list[DecoderLayer]:
@@ -239,28 +299,35 @@ One = TypeVar("One", DecoderLayer, LayerCycle)
 
 
 class Decoder(nnx.Module):
-    """A causal language model up to its last projection, which the loss fuses with the cross-entropy.
+    """A causal language model up to its last projection, which the loss fuses with the
+    cross-entropy.
 
-    Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, from the table
-    in `maxbatch.config.matrices`. Those of the layers are stacked on a leading axis "layers", whether the layers then
-    run in a loop or unrolled (`scan_layers`). Layers of several forms are stacked as cycles, each run as one. First
-    layers without experts are a stack of their own, which runs before the others, outside of a layer runner; and so are
-    last layers that take the keys and values of the last layers before them.
+    Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per
+    axis, from the table in `maxbatch.config.matrices`. Those of the layers are stacked on a leading
+    axis "layers", whether the layers then run in a loop or unrolled (`scan_layers`). Layers of
+    several forms are stacked as cycles, each run as one. First layers without experts are a stack
+    of their own, which runs before the others, outside of a layer runner; and so are last layers
+    that take the keys and values of the last layers before them.
 
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
-      rngs: the stream `params` seeds the values; the same seed gives the same values under any sharding.
-      constrain: places activations by their logical axes: "batch", "length", "embed" (that of activations, which the
-        mesh does not split), "heads", "kv_heads", "head_dim", "mlp", "vocab".
-      layer_runner: runs the layers in place of a plain loop over them; it sees to their rematerialisation.
+      rngs: the stream `params` seeds the values; the same seed gives the same values under any
+        sharding.
+      constrain: places activations by their logical axes: "batch", "length", "embed" (that of
+        activations, which the mesh does not split), "heads", "kv_heads", "head_dim", "mlp",
+        "vocab".
+      layer_runner: runs the layers in place of a plain loop over them; it sees to their
+        rematerialisation.
     """
 
     embedding: nnx.Param[jax.Array]
     positions: nnx.Param[jax.Array]  # if positions are learned
     output: nnx.Param[jax.Array]  # if it is not the embedding
-    dense_layers: DecoderLayer  # stacked: the first layers, if they have no experts and the others have
+    # stacked: the first layers, if they have no experts and the others have
+    dense_layers: DecoderLayer
     layers: DecoderLayer | LayerCycle  # stacked
-    kv_shared_layers: DecoderLayer | LayerCycle  # stacked: the last layers, if they share keys and values
+    # stacked: the last layers, if they share keys and values
+    kv_shared_layers: DecoderLayer | LayerCycle
     layer_inputs: LayerInputs  # if layers have inputs besides the stream
 
     def __init__(
@@ -271,13 +338,20 @@ class Decoder(nnx.Module):
         constrain: Constrain = unconstrained,
         layer_runner: LayerRunner | None = None,
     ):
-        # The logits of a tied model start at a variance of about 1, so its loss starts at most half a nat above ln V.
-        # Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats after 100 updates of the default model).
+        # The logits of a tied model start at a variance of about 1, so its loss starts at most half
+        # a nat above ln V. Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats
+        # after 100 updates of the default model).
         add_parameters(self, config, "embedding", "positions", rngs=rngs)
 
         self.num_dense = config.first_num_dense_layers
         if self.num_dense:
-            dense = partial(DecoderLayer, config, DENSE_LAYERS, LayerForm(has_experts=False), constrain=constrain)
+            dense = partial(
+                DecoderLayer,
+                config,
+                DENSE_LAYERS,
+                LayerForm(has_experts=False),
+                constrain=constrain,
+            )
             self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
         inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
         self.num_stacked, self.cycle_length = num_stacked(config), cycle_length(config)
@@ -287,7 +361,10 @@ class Decoder(nnx.Module):
                 layer = partial(DecoderLayer, config, stack, cycle[0], constrain=inside)
                 return _stack_of(layer, num_stacked(config, stack), stack, rngs)
             return _stack_of(
-                partial(LayerCycle, config, stack, constrain=inside), num_stacked(config, stack), stack, rngs
+                partial(LayerCycle, config, stack, constrain=inside),
+                num_stacked(config, stack),
+                stack,
+                rngs,
             )
 
         self.layers = stack_of_cycles(LAYERS)
@@ -303,10 +380,14 @@ class Decoder(nnx.Module):
         self.constrain = constrain
         self.dtype = jnp.dtype(config.dtype)
         self.embedding_scale = (
-            math.sqrt(config.base_emb_dim) if FAMILIES[config.decoder_block].scales_embedding else None
+            math.sqrt(config.base_emb_dim)
+            if FAMILIES[config.decoder_block].scales_embedding
+            else None
         )
         self.logits_soft_cap: float = config.final_logits_soft_cap
-        self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
+        self.rope_keys = (
+            None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
+        )
         self.local_layers = local_layers(config, num_layers(config))
         self.has_experts = any(form.has_experts for form in cycle)
         self.scan_layers = config.scan_layers
@@ -314,11 +395,15 @@ class Decoder(nnx.Module):
         self.layer_runner = layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the arguments."""
+        """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the
+        arguments.
+        """
         return self.logits(self.hidden(tokens_MxL, segments_MxL).x_MxLxD)
 
     def logits(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each, float32[M, L, V], from the stream after the final norm."""
+        """Returns the logits of the token after each, float32[M, L, V], from the stream after the
+        final norm.
+        """
         return product(x_MxLxD, self.output_projection(), "mld,dv->mlv", out_dtype=jnp.float32)
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> Hidden:
@@ -333,30 +418,44 @@ class Decoder(nnx.Module):
         def through(
             layerdef: LayerDef, shared: SharedKeys, x_MxLxD: jax.Array, slots: Slots, one: Stacked
         ) -> tuple[jax.Array, list[RoutingSums], SharedKeys]:
-            """Returns x after one element of a stack, the sums of its experts, and keys and values to be shared."""
+            """Returns x after one element of a stack, the sums of its experts, and keys and values
+            to be shared.
+            """
             found: list[RoutingSums] = []
             own: SharedKeys = {}
-            for place, (module, is_local, number, input_MxLxP) in enumerate(self._in_order(layerdef, one)):
+            for place, (module, is_local, number, input_MxLxP) in enumerate(
+                self._in_order(layerdef, one)
+            ):
                 lengths = partial(lengths_in_segments, slots.segments_MxL)
                 rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
                 keys_values = shared[self.places_of_keys[place]] if shared else None
                 if self.shares_keys and not shared and place in self.places_of_keys:
                     keys_values = own[place] = module.keys_values(x_MxLxD, rope)
-                x_MxLxD, sums = module(x_MxLxD, slots, rope, is_local, number, input_MxLxP, keys_values)
+                x_MxLxD, sums = module(
+                    x_MxLxD, slots, rope, is_local, number, input_MxLxP, keys_values
+                )
                 found += [] if sums is None else [sums]
             return x_MxLxD, found, own
 
-        def layers_of(layerdef: LayerDef, shared: SharedKeys | None = None) -> Layers[RoutingSums | None]:
-            def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
+        def layers_of(
+            layerdef: LayerDef, shared: SharedKeys | None = None
+        ) -> Layers[RoutingSums | None]:
+            def layer(
+                x_MxLxD: jax.Array, slots: Slots, one: Stacked
+            ) -> tuple[jax.Array, RoutingSums | None]:
                 x_MxLxD, found, _ = through(layerdef, shared or {}, x_MxLxD, slots, one)
                 if self.cycle_length > 1:
-                    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found) if found else None
+                    return x_MxLxD, jax.tree.map(
+                        lambda *of_layers: jnp.stack(of_layers), *found
+                    ) if found else None
                 return x_MxLxD, found[0] if found else None
 
             return layer
 
         def sharing_layers_of(layerdef: LayerDef) -> Layers[SharedKeys]:
-            def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, SharedKeys]:
+            def layer(
+                x_MxLxD: jax.Array, slots: Slots, one: Stacked
+            ) -> tuple[jax.Array, SharedKeys]:
                 x_MxLxD, _, own = through(layerdef, {}, x_MxLxD, slots, one)
                 return x_MxLxD, own
 
@@ -365,28 +464,40 @@ class Decoder(nnx.Module):
         def plainly(
             layers: Layers[RoutingSums | None], x_MxLxD: jax.Array, stacked: Stacked
         ) -> tuple[jax.Array, RoutingSums | None]:
-            layer = checkpointed(layers, self.remat, in_loop=self.scan_layers and stacked.num_layers > 1)
+            layer = checkpointed(
+                layers, self.remat, in_loop=self.scan_layers and stacked.num_layers > 1
+            )
             return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
 
-        slots = Slots(segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None)
+        slots = Slots(
+            segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None
+        )
         if self.num_dense:
             layerdef, parameters = _split(self.dense_layers)
             x_MxLxD, _ = plainly(layers_of(layerdef), x_MxLxD, Stacked(parameters))
         layerdef, parameters = _split(self.layers)
         if self.shares_keys:
-            layer = checkpointed(sharing_layers_of(layerdef), self.remat, self.scan_layers and self.num_stacked > 1)
+            layer = checkpointed(
+                sharing_layers_of(layerdef), self.remat, self.scan_layers and self.num_stacked > 1
+            )
             stacked = Stacked(parameters, inputs=inputs)
             nothing = self._no_keys(x_MxLxD.shape[:2])
-            x_MxLxD, shared = _run_to_last(layer, self.scan_layers, x_MxLxD, slots, stacked, nothing)
+            x_MxLxD, shared = _run_to_last(
+                layer, self.scan_layers, x_MxLxD, slots, stacked, nothing
+            )
             layerdef, parameters = _split(self.kv_shared_layers)
-            x_MxLxD, _ = plainly(layers_of(layerdef, shared), x_MxLxD, Stacked(parameters, inputs=inputs_of_shared))
+            x_MxLxD, _ = plainly(
+                layers_of(layerdef, shared), x_MxLxD, Stacked(parameters, inputs=inputs_of_shared)
+            )
             return Hidden(self.final_norm(x_MxLxD), None)
         if self.layer_runner is not None:
             order = self.layer_runner.order(self.num_stacked)
             run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
             stacked = self._stacked(parameters, order)._replace(inputs=inputs)
             x_MxLxD, sums = self.layer_runner(run, stacked, x_MxLxD, slots)
-            sums = self._by_layer(jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums))
+            sums = self._by_layer(
+                jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
+            )
             return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
         stacked = self._stacked(parameters)._replace(inputs=inputs)
         x_MxLxD, sums = plainly(layers_of(layerdef), x_MxLxD, stacked)
@@ -396,11 +507,17 @@ class Decoder(nnx.Module):
         """Returns the sums of all layers with experts in order, from those of each cycle."""
         if self.cycle_length == 1:
             return sums
-        by_layer: RoutingSums | None = jax.tree.map(lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums)
+        by_layer: RoutingSums | None = jax.tree.map(
+            lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums
+        )
         return by_layer
 
-    def _layer_inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the inputs that layers have besides the stream, as `Stacked` holds them: of most, and of the last."""
+    def _layer_inputs(
+        self, tokens_MxL: jax.Array, x_MxLxD: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns the inputs that layers have besides the stream, as `Stacked` holds them: of most,
+        and of the last.
+        """
         if not self.has_layer_inputs:
             return None, None
         inputs_NxMxLxP = self.layer_inputs(tokens_MxL, x_MxLxD)
@@ -408,12 +525,16 @@ class Decoder(nnx.Module):
         return by_cycle[: self.num_stacked], by_cycle[self.num_stacked :]
 
     def _no_keys(self, shape: tuple[int, ...]) -> SharedKeys:
-        """Returns zeros in the form of the keys and values that layers share, for M rows of L tokens."""
+        """Returns zeros in the form of the keys and values that layers share, for M rows of L
+        tokens.
+        """
 
         def zeros(layer: DecoderLayer) -> KeysValues:
             assert isinstance(layer.attention, Attention), "latents and states are not shared"
             kv_heads, *widths = layer.attention.cache_shape
-            return KeysValues(*(jnp.zeros((*shape, kv_heads, width), self.dtype) for width in widths))
+            return KeysValues(
+                *(jnp.zeros((*shape, kv_heads, width), self.dtype) for width in widths)
+            )
 
         layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
         return {place: zeros(layers[place]) for place in set(self.places_of_keys)}
@@ -422,7 +543,8 @@ class Decoder(nnx.Module):
         """Returns caches in the compute dtype with room for `length` tokens in each of B rows.
 
         Args:
-          ends_B: int32: tokens from this position of a row on change no state of it (`StateCache`); None: all do.
+          ends_B: int32: tokens from this position of a row on change no state of it (`StateCache`);
+            None: all do.
         """
         layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
 
@@ -430,25 +552,35 @@ class Decoder(nnx.Module):
             if isinstance(layer.attention, GatedDeltaNet):
                 return layer.attention.empty_cache(self.num_stacked, num_rows, self.dtype, ends_B)
             kv_heads, *widths = layer.attention.cache_shape
-            shapes = [(self.num_dense + self.num_stacked, num_rows, kv_heads, length, width) for width in widths]
+            shapes = [
+                (self.num_dense + self.num_stacked, num_rows, kv_heads, length, width)
+                for width in widths
+            ]
             zeros = (jnp.zeros(shape, self.dtype) for shape in shapes)
-            keys, values = (self.constrain(x, (None, "batch", "kv_heads", None, "head_dim")) for x in zeros)
+            keys, values = (
+                self.constrain(x, (None, "batch", "kv_heads", None, "head_dim")) for x in zeros
+            )
             return Cache(keys, values)
 
         return Caches(tuple(map(empty, layers)))
 
     def hidden_with_caches(
-        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, caches: Caches, limits_B: jax.Array | None = None
+        self,
+        tokens_BxT: jax.Array,
+        positions_BxT: jax.Array,
+        caches: Caches,
+        limits_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches]:
-        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the caches with them.
+        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the
+        caches with them.
 
-        A token sees those before it in its row, which is one document from its start and whose slots are in the caches.
-        The layers run in a plain loop, and experts without a capacity.
+        A token sees those before it in its row, which is one document from its start and whose
+        slots are in the caches. The layers run in a plain loop, and experts without a capacity.
 
         Args:
           positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
-          limits_B: the most tokens that each row will have, the same in every call, since LongRoPE rotates the keys of
-            long documents differently; None: the length of the caches.
+          limits_B: the most tokens that each row will have, the same in every call, since LongRoPE
+            rotates the keys of long documents differently; None: the length of the caches.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
         length = caches.num_positions
@@ -458,25 +590,35 @@ class Decoder(nnx.Module):
         inputs, inputs_of_shared = self._layer_inputs(tokens_BxT, x_BxTxD)
 
         def run(
-            carried: tuple[jax.Array, Caches], layerdef: LayerDef, stacked: Stacked, first: int, shares: bool = False
+            carried: tuple[jax.Array, Caches],
+            layerdef: LayerDef,
+            stacked: Stacked,
+            first: int,
+            shares: bool = False,
         ) -> tuple[jax.Array, Caches]:
             def layer(
                 carried: tuple[jax.Array, Caches], numbered: tuple[jax.Array | int, Stacked]
             ) -> tuple[tuple[jax.Array, Caches], None]:
                 (x_BxTxD, caches), (index, one) = carried, numbered
                 found = list(caches.places)
-                for place, (module, is_local, _, input_BxTxP) in enumerate(self._in_order(layerdef, one)):
+                for place, (module, is_local, _, input_BxTxP) in enumerate(
+                    self._in_order(layerdef, one)
+                ):
                     rope = None
                     if ropes is not None and module.has_rope:
                         rope = ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
-                    read, of_layer = (self.places_of_keys[place], first) if shares else (place, index)
+                    read, of_layer = (
+                        (self.places_of_keys[place], first) if shares else (place, index)
+                    )
                     x_BxTxD, found[read] = module.with_cache(
                         x_BxTxD, positions_BxT, rope, found[read], of_layer, is_local, input_BxTxP
                     )
                 return (x_BxTxD, Caches(tuple(found))), None
 
             if self.scan_layers:
-                found, _ = jax.lax.scan(layer, carried, (first + jnp.arange(stacked.num_layers), stacked))
+                found, _ = jax.lax.scan(
+                    layer, carried, (first + jnp.arange(stacked.num_layers), stacked)
+                )
                 return found
             for numbered in enumerate(stacked.one_by_one(), first):
                 carried, _ = layer(carried, numbered)
@@ -487,7 +629,9 @@ class Decoder(nnx.Module):
             layerdef, parameters = _split(self.dense_layers)
             carried = run(carried, layerdef, Stacked(parameters), 0)
         layerdef, parameters = _split(self.layers)
-        carried = run(carried, layerdef, self._stacked(parameters)._replace(inputs=inputs), self.num_dense)
+        carried = run(
+            carried, layerdef, self._stacked(parameters)._replace(inputs=inputs), self.num_dense
+        )
         if self.shares_keys:
             layerdef, parameters = _split(self.kv_shared_layers)
             stacked = Stacked(parameters, inputs=inputs_of_shared)
@@ -498,7 +642,11 @@ class Decoder(nnx.Module):
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
         """Returns the layers to run, in order or in the order of a layer runner."""
         order = np.arange(self.num_stacked) if order is None else order
-        numbers = self.num_dense + self.cycle_length * order.astype(np.int32) if self.has_experts else None
+        numbers = (
+            self.num_dense + self.cycle_length * order.astype(np.int32)
+            if self.has_experts
+            else None
+        )
         if self.cycle_length > 1 or len(set(self.local_layers)) == 1:
             return Stacked(parameters, number=numbers)
         return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
@@ -509,7 +657,9 @@ class Decoder(nnx.Module):
         inputs = [None] * self.cycle_length if one.inputs is None else one.inputs
         if isinstance(module, DecoderLayer):
             return [NumberedLayer(module, self._is_local(one), one.number, inputs[0])]
-        numbers = [None if one.number is None else one.number + place for place in range(module.length)]
+        numbers = [
+            None if one.number is None else one.number + place for place in range(module.length)
+        ]
         return [
             NumberedLayer(layer, bool(layer.is_local), number, own)
             for layer, number, own in zip(module.layers, numbers, inputs, strict=True)
@@ -521,13 +671,16 @@ class Decoder(nnx.Module):
         return one.is_local.value if isinstance(one.is_local, Static) else one.is_local
 
     def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
-        # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of the parameter.
+        # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of
+        # the parameter.
         table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
         x_MxLxD = table_VxD[tokens_MxL]
         if self.embedding_scale is not None:
             x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
         if self.rope_keys is None:
-            table_PxD = self.constrain(self.positions[...].astype(self.dtype), ("position", "embed"))
+            table_PxD = self.constrain(
+                self.positions[...].astype(self.dtype), ("position", "embed")
+            )
             x_MxLxD += table_PxD[places()]
         return self.constrain(x_MxLxD, _STREAM)
 
@@ -546,17 +699,20 @@ def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:
 
 
 def _stack_of(make: Callable[..., One], size: int, stack: str, rngs: nnx.Rngs) -> One:
-    """Returns `size` layers, or cycles, as one module, whose parameters have a leading axis of the stack's name.
+    """Returns `size` layers, or cycles, as one module, whose parameters have a leading axis of the
+    stack's name.
 
-    A loop makes one layer after the other, each from its own key: the TPU compiler takes ten times as long for all
-    layers at once.
+    A loop makes one layer after the other, each from its own key: the TPU compiler takes ten times
+    as long for all layers at once.
     """
     layerdef, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
     def first_values(key: jax.Array) -> State:
         return drawn(nnx.state(make(rngs=Later(params=key))))
 
-    layers: One = nnx.merge(layerdef, jax.lax.map(first_values, jax.random.split(rngs.params(), size)))
+    layers: One = nnx.merge(
+        layerdef, jax.lax.map(first_values, jax.random.split(rngs.params(), size))
+    )
     _name_axis(layers, stack)
     return layers
 
@@ -569,9 +725,15 @@ def _name_axis(layers: nnx.Module, stack: str) -> None:
 
 
 def _run_layers(
-    layer: Layers[RoutingSums | None], scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
+    layer: Layers[RoutingSums | None],
+    scanned: bool,
+    x_MxLxD: jax.Array,
+    slots: Slots,
+    stacked: Stacked,
 ) -> tuple[jax.Array, RoutingSums | None]:
-    """Returns x after all stacked layers, which run in a loop or one by one, and their sums, stacked alike."""
+    """Returns x after all stacked layers, which run in a loop or one by one, and their sums,
+    stacked alike.
+    """
     if scanned and stacked.num_layers > 1:
         x_MxLxD, sums = jax.lax.scan(lambda x, one: layer(x, slots, one), x_MxLxD, stacked)
         return x_MxLxD, sums
@@ -583,12 +745,21 @@ def _run_layers(
 
 
 def _run_to_last(
-    layer: Layers[SharedKeys], scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked, nothing: SharedKeys
+    layer: Layers[SharedKeys],
+    scanned: bool,
+    x_MxLxD: jax.Array,
+    slots: Slots,
+    stacked: Stacked,
+    nothing: SharedKeys,
 ) -> tuple[jax.Array, SharedKeys]:
-    """Returns x after all stacked layers, and what the last one shares, in the form of `nothing`."""
+    """Returns x after all stacked layers, and what the last one shares, in the form of
+    `nothing`.
+    """
     if scanned and stacked.num_layers > 1:
 
-        def run(carried: tuple[jax.Array, SharedKeys], one: Stacked) -> tuple[tuple[jax.Array, SharedKeys], None]:
+        def run(
+            carried: tuple[jax.Array, SharedKeys], one: Stacked
+        ) -> tuple[tuple[jax.Array, SharedKeys], None]:
             return layer(carried[0], slots, one), None
 
         (x_MxLxD, nothing), _ = jax.lax.scan(run, (x_MxLxD, nothing), stacked)

@@ -1,10 +1,11 @@
-"""A layer's gated delta rule in place of attention: projections, convolutions, the rule, a gated norm, a projection.
+"""A layer's gated delta rule in place of attention: projections, convolutions, the rule, a gated
+norm, a projection.
 
-References: Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464), section 3.4; the decay is Mamba 2's
-(Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
+References: Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464), section 3.4; the
+decay is Mamba 2's (Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
 
-Shapes: M micro-batch, L length, D model; K key heads, H value heads, k and v widths of a key and a value, W width of
-the convolution; while sampling, N layers, B rows, T new tokens.
+Shapes: M micro-batch, L length, D model; K key heads, H value heads, k and v widths of a key and a
+value, W width of the convolution; while sampling, N layers, B rows, T new tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class _Projected(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The gated delta rule of a layer. It takes no rotary positions: the decay and the convolutions tell them."""
+    """The gated delta rule of a layer. It takes no rotary positions: the decay and the convolutions
+    tell them.
+    """
 
     delta_query: nnx.Param[jax.Array]
     delta_key: nnx.Param[jax.Array]
@@ -60,16 +63,24 @@ class GatedDeltaNet(nnx.Module):
         self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
-        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
+        self,
+        x_MxLxD: jax.Array,
+        segments_MxL: jax.Array,
+        rope: Rope | None,
+        is_local: jax.Array | bool = False,
     ) -> jax.Array:
-        """Returns what the tokens read from their documents' states, projected, [M, L, D], in x's dtype."""
+        """Returns what the tokens read from their documents' states, projected, [M, L, D], in x's
+        dtype.
+        """
         del rope, is_local
         own = self._whole(self._projected(x_MxLxD))
         q, k, v = (
             jax.nn.silu(causal_convolution(x, kernel, segments_MxL))
             for x, kernel in zip(own[:3], self._kernels, strict=True)
         )
-        read_MxLxHxv, _ = gated_delta_rule(q, k, v, own.log_decay_MxLxH, own.rate_MxLxH, segments_MxL, CHUNK_TOKENS)
+        read_MxLxHxv, _ = gated_delta_rule(
+            q, k, v, own.log_decay_MxLxH, own.rate_MxLxH, segments_MxL, CHUNK_TOKENS
+        )
         joined_MxLxD = self._joined(read_MxLxHxv, own.gate_MxLxHxv)
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept)
 
@@ -82,7 +93,8 @@ class GatedDeltaNet(nnx.Module):
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, StateCache]:
-        """Returns what T more tokens of each row read, projected, [B, T, D], and the cache with them; see `Attention`.
+        """Returns what T more tokens of each row read, projected, [B, T, D], and the cache with
+        them; see `Attention`.
 
         Tokens at `cache.ends_B` and behind leave the states of their rows as they are.
         """
@@ -93,7 +105,9 @@ class GatedDeltaNet(nnx.Module):
         log_decay_BxTxH, rate_BxTxH = own.log_decay_MxLxH, own.rate_MxLxH
         if cache.ends_B is not None:
             is_read_BxTx1 = (positions_BxT < cache.ends_B[:, None])[..., None]
-            log_decay_BxTxH, rate_BxTxH = (jnp.where(is_read_BxTx1, x, 0) for x in (log_decay_BxTxH, rate_BxTxH))
+            log_decay_BxTxH, rate_BxTxH = (
+                jnp.where(is_read_BxTx1, x, 0) for x in (log_decay_BxTxH, rate_BxTxH)
+            )
         q, k, v = (
             jax.nn.silu(causal_convolution(x, kernel, ones_BxT, last))
             for x, kernel, last in zip(own[:3], self._kernels, before.inputs, strict=True)
@@ -125,23 +139,31 @@ class GatedDeltaNet(nnx.Module):
 
     def _projected(self, x_MxLxD: jax.Array) -> _Projected:
         def heads(name: str) -> jax.Array:
-            out = product(x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dnh->mlnh", self.quantization)
+            out = product(
+                x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dnh->mlnh", self.quantization
+            )
             row = MATRICES[f"delta_{name}"]
             return kept(self.constrain(out, ("batch", "length", *row.outputs)), row.kept)
 
         def rates(name: str) -> jax.Array:
             # Few outputs, which set how fast states forget: never in 8 bits.
-            out = product(x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dn->mln", out_dtype=jnp.float32)
+            out = product(
+                x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dn->mln", out_dtype=jnp.float32
+            )
             row = MATRICES[f"delta_{name}"]
             return kept(self.constrain(out, ("batch", "length", *row.outputs)), row.kept)
 
-        scale_H, shift_H = (x[...].astype(jnp.float32)[None, None] for x in (self.decay_scale, self.decay_shift))
+        scale_H, shift_H = (
+            x[...].astype(jnp.float32)[None, None] for x in (self.decay_scale, self.decay_shift)
+        )
         log_decay_MxLxH = -jnp.exp(scale_H) * jax.nn.softplus(rates("decay") + shift_H)
         own = heads("query"), heads("key"), heads("value"), heads("gate")
         return _Projected(*own, log_decay_MxLxH, jax.nn.sigmoid(rates("rate")))
 
     def _whole(self, own: _Projected) -> _Projected:
-        """Returns the products with whole rows on each device of a context axis: a state needs all tokens before."""
+        """Returns the products with whole rows on each device of a context axis: a state needs all
+        tokens before.
+        """
         heads, rates = ("batch", None, "delta_heads", None), ("batch", None, "delta_heads")
         keys = ("batch", None, "delta_key_heads", None)
         return own._replace(

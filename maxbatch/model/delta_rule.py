@@ -1,19 +1,22 @@
-"""The gated delta rule, by which a state per head reads and writes like a memory of fixed size, and its convolution.
+"""The gated delta rule, by which a state per head reads and writes like a memory of fixed size, and
+its convolution.
 
-Per token t of a document the state S, [k, v], first decays, then moves what it has stored under the key towards the
-value, and is read with the query:
+Per token t of a document the state S, [k, v], first decays, then moves what it has stored under the
+key towards the value, and is read with the query:
 
     S = exp(g) S;  S = S + b k (v - S^T k)^T;  o = S^T q
 
-g <= 0 is the logarithm of the decay, b in [0, 1] the rate of writing. Reference: Yang et al. 2024, Gated Delta Networks
-(https://arxiv.org/abs/2412.06464), section 3; chunks as in their equations 8 to 10 and Yang et al. 2024, Parallelizing
-Linear Transformers with the Delta Rule (https://arxiv.org/abs/2406.06484).
+g <= 0 is the logarithm of the decay, b in [0, 1] the rate of writing. Reference: Yang et al. 2024,
+Gated Delta Networks (https://arxiv.org/abs/2412.06464), section 3; chunks as in their equations 8
+to 10 and Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule
+(https://arxiv.org/abs/2406.06484).
 
-In packed rows every document begins with an empty state. Another document of the row enters an output as a term of
-exactly 0, so its tokens change no bit of it; its length moves the borders of the chunks, and sums in another order.
+In packed rows every document begins with an empty state. Another document of the row enters an
+output as a term of exactly 0, so its tokens change no bit of it; its length moves the borders of
+the chunks, and sums in another order.
 
-Shapes: M micro-batch, L length, C channels, W width of the convolution; K key heads, H value heads, each key head for
-H / K neighbours, k and v widths of a key and of a value; N chunks of c tokens.
+Shapes: M micro-batch, L length, C channels, W width of the convolution; K key heads, H value heads,
+each key head for H / K neighbours, k and v widths of a key and of a value; N chunks of c tokens.
 """
 
 from __future__ import annotations
@@ -23,25 +26,33 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# The tokens of a chunk in transformers, and by default in MaxText. Their number changes the order of sums alone.
+# The tokens of a chunk in transformers, and by default in MaxText. Their number changes the order
+# of sums alone.
 CHUNK_TOKENS = 64
 _EPSILON = 1e-6  # under the root of a query's or key's length
 
 
 def causal_convolution(
-    x_MxLxC: jax.Array, kernel_CxW: jax.Array, segments_MxL: jax.Array, before_MxWxC: jax.Array | None = None
+    x_MxLxC: jax.Array,
+    kernel_CxW: jax.Array,
+    segments_MxL: jax.Array,
+    before_MxWxC: jax.Array | None = None,
 ) -> jax.Array:
     """Returns each channel's sum over the last W tokens of the document, [M, L, C], in x's dtype.
 
     Args:
       x_MxLxC: the inputs; channels may have several axes.
       kernel_CxW: the weights; the last is that of the token itself.
-      segments_MxL: the document of each token; tokens of others, and those before the first one, count as 0.
-      before_MxWxC: the W - 1 tokens before the first one, of its document; None: the document begins there.
+      segments_MxL: the document of each token; tokens of others, and those before the first one,
+        count as 0.
+      before_MxWxC: the W - 1 tokens before the first one, of its document; None: the document
+        begins there.
     """
     width, (rows, length, *channels) = kernel_CxW.shape[-1], x_MxLxC.shape
     kernel_CxW = kernel_CxW.astype(x_MxLxC.dtype)[None, None]
-    outside = segments_MxL[:, :1] if before_MxWxC is not None else jnp.full_like(segments_MxL[:, :1], -1)
+    outside = (
+        segments_MxL[:, :1] if before_MxWxC is not None else jnp.full_like(segments_MxL[:, :1], -1)
+    )
     if before_MxWxC is None:
         before_MxWxC = jnp.zeros((rows, width - 1, *channels), x_MxLxC.dtype)
     x = jnp.concatenate([before_MxWxC.astype(x_MxLxC.dtype), x_MxLxC], axis=1)
@@ -64,29 +75,42 @@ def gated_delta_rule(
     chunk_size: int,
     state_MxHxkxv: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what each token reads, float32[M, L, H, v], and the state after the last token, float32[M, H, k, v].
+    """Returns what each token reads, float32[M, L, H, v], and the state after the last token,
+    float32[M, H, k, v].
 
-    Queries and keys are normalised to length 1, and queries divided by the root of their width. All is computed in
-    float32, the products at its full precision: the solution of a chunk's triangular system would amplify the rounding
-    of shorter types. With chunks of one token it is the recurrence itself.
+    Queries and keys are normalised to length 1, and queries divided by the root of their width. All
+    is computed in float32, the products at its full precision: the solution of a chunk's triangular
+    system would amplify the rounding of shorter types. With chunks of one token it is the
+    recurrence itself.
 
     Args:
-      log_decay_MxLxH: float32, at most 0; where it and the rate are 0 a token leaves the state as it is.
+      log_decay_MxLxH: float32, at most 0; where it and the rate are 0 a token leaves the state as
+        it is.
       rate_MxLxH: float32 in [0, 1].
       segments_MxL: the document of each token; the tokens of one are neighbours.
       chunk_size: the most tokens whose writes are solved together.
-      state_MxHxkxv: the state of the first token's document before it; None: the document begins there.
+      state_MxHxkxv: the state of the first token's document before it; None: the document begins
+        there.
     """
     length, chunk_size = q_MxLxKxk.shape[1], min(chunk_size, q_MxLxKxk.shape[1])
     groups = v_MxLxHxv.shape[2] // k_MxLxKxk.shape[2]
-    q_MxLxKxk, k_MxLxKxk = _normalised(q_MxLxKxk) * q_MxLxKxk.shape[3] ** -0.5, _normalised(k_MxLxKxk)
+    q_MxLxKxk, k_MxLxKxk = (
+        _normalised(q_MxLxKxk) * q_MxLxKxk.shape[3] ** -0.5,
+        _normalised(k_MxLxKxk),
+    )
     is_going_on = state_MxHxkxv is not None
     if state_MxHxkxv is None:
-        rows, heads, widths = v_MxLxHxv.shape[0], v_MxLxHxv.shape[2], (k_MxLxKxk.shape[3], v_MxLxHxv.shape[3])
+        rows, heads, widths = (
+            v_MxLxHxv.shape[0],
+            v_MxLxHxv.shape[2],
+            (k_MxLxKxk.shape[3], v_MxLxHxv.shape[3]),
+        )
         state_MxHxkxv = jnp.zeros((rows, heads, *widths), jnp.float32)
 
     def chunks(x_MxLxH: jax.Array, repeats: int = 1) -> jax.Array:
-        """Returns [M, L, H, ...] as float32[N, M, H, c, ...], the last chunk filled with tokens that change nothing."""
+        """Returns [M, L, H, ...] as float32[N, M, H, c, ...], the last chunk filled with tokens
+        that change nothing.
+        """
         x = jnp.repeat(x_MxLxH.astype(jnp.float32), repeats, axis=2)
         x = jnp.pad(x, [(0, 0), (0, -length % chunk_size), *[(0, 0)] * (x.ndim - 2)])
         x = x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
@@ -96,12 +120,18 @@ def gated_delta_rule(
     segments_NxMxc = segments_MxL.reshape(segments_MxL.shape[0], -1, chunk_size).swapaxes(0, 1)
     with jax.default_matmul_precision("highest"):
         parts = _solved(
-            chunks(q_MxLxKxk, groups), chunks(k_MxLxKxk, groups), chunks(v_MxLxHxv), chunks(log_decay_MxLxH),
-            chunks(rate_MxLxH), _Documents.of(segments_NxMxc, is_going_on),
-        )  # fmt: skip
+            chunks(q_MxLxKxk, groups),
+            chunks(k_MxLxKxk, groups),
+            chunks(v_MxLxHxv),
+            chunks(log_decay_MxLxH),
+            chunks(rate_MxLxH),
+            _Documents.of(segments_NxMxc, is_going_on),
+        )
         last_MxHxkxv, o_NxMxHxcxv = jax.lax.scan(_chunk, state_MxHxkxv.astype(jnp.float32), parts)
     o_MxNxcxHxv = jnp.moveaxis(o_NxMxHxcxv, (0, 2), (1, 3))
-    return o_MxNxcxHxv.reshape(o_MxNxcxHxv.shape[0], -1, *o_MxNxcxHxv.shape[3:])[:, :length], last_MxHxkxv
+    return o_MxNxcxHxv.reshape(o_MxNxcxHxv.shape[0], -1, *o_MxNxcxHxv.shape[3:])[
+        :, :length
+    ], last_MxHxkxv
 
 
 def _normalised(x_MxLxKxk: jax.Array) -> jax.Array:
@@ -118,14 +148,22 @@ class _Documents(NamedTuple):
 
     @classmethod
     def of(cls, segments_NxMxc: jax.Array, is_going_on: bool) -> _Documents:
-        """Returns them for chunks of rows; `is_going_on`: the first document has a state before the first token."""
+        """Returns them for chunks of rows; `is_going_on`: the first document has a state before the
+        first token.
+        """
         size = segments_NxMxc.shape[2]
         is_same = segments_NxMxc[..., :, None] == segments_NxMxc[..., None, :]
         sees = is_same & jnp.tril(jnp.ones((size, size), bool))[None, None]
         last_NxMx1 = segments_NxMxc[..., -1:]
-        is_first = segments_NxMxc[:1] == segments_NxMxc[:1, :, :1] if is_going_on else jnp.zeros_like(sees[:1, ..., 0])
+        is_first = (
+            segments_NxMxc[:1] == segments_NxMxc[:1, :, :1]
+            if is_going_on
+            else jnp.zeros_like(sees[:1, ..., 0])
+        )
         began_before = jnp.concatenate([is_first, segments_NxMxc[1:] == last_NxMx1[:-1]])
-        return cls(sees[:, :, None], began_before[:, :, None], (segments_NxMxc == last_NxMx1)[:, :, None])
+        return cls(
+            sees[:, :, None], began_before[:, :, None], (segments_NxMxc == last_NxMx1)[:, :, None]
+        )
 
 
 class _Chunks(NamedTuple):
@@ -140,24 +178,41 @@ class _Chunks(NamedTuple):
 
 
 def _solved(
-    q_NxMxHxcxk: jax.Array, k_NxMxHxcxk: jax.Array, v_NxMxHxcxv: jax.Array, log_decay_NxMxHxc: jax.Array,
-    rate_NxMxHxc: jax.Array, documents: _Documents,
-) -> _Chunks:  # fmt: skip
-    """Solves the triangular system of each chunk: what a token writes depends on what those before it have written."""
+    q_NxMxHxcxk: jax.Array,
+    k_NxMxHxcxk: jax.Array,
+    v_NxMxHxcxv: jax.Array,
+    log_decay_NxMxHxc: jax.Array,
+    rate_NxMxHxc: jax.Array,
+    documents: _Documents,
+) -> _Chunks:
+    """Solves the triangular system of each chunk: what a token writes depends on what those before
+    it have written.
+    """
     sees, began_before, goes_on = documents
-    # The decay of each token's document since it or the chunk began. Summed per document, no other one rounds it.
+    # The decay of each token's document since it or the chunk began. Summed per document, no other
+    # one rounds it.
     since_NxMxHxc = jnp.sum(jnp.where(sees, log_decay_NxMxHxc[..., None, :], 0), axis=-1)
-    between_NxMxHxcxc = jnp.exp(jnp.where(sees, since_NxMxHxc[..., None] - since_NxMxHxc[..., None, :], -jnp.inf))
+    between_NxMxHxcxc = jnp.exp(
+        jnp.where(sees, since_NxMxHxc[..., None] - since_NxMxHxc[..., None, :], -jnp.inf)
+    )
     into_NxMxHxc = jnp.where(began_before, jnp.exp(since_NxMxHxc), 0)
     onwards_NxMxHxc = jnp.exp(jnp.where(goes_on, since_NxMxHxc[..., -1:] - since_NxMxHxc, -jnp.inf))
 
-    written, reading = v_NxMxHxcxv * rate_NxMxHxc[..., None], k_NxMxHxcxk * (rate_NxMxHxc * into_NxMxHxc)[..., None]
+    written, reading = (
+        v_NxMxHxcxv * rate_NxMxHxc[..., None],
+        k_NxMxHxcxk * (rate_NxMxHxc * into_NxMxHxc)[..., None],
+    )
     if k_NxMxHxcxk.shape[-2] > 1:
-        overlap = jnp.einsum("...ck,...dk->...cd", k_NxMxHxcxk * rate_NxMxHxc[..., None], k_NxMxHxcxk)
+        overlap = jnp.einsum(
+            "...ck,...dk->...cd", k_NxMxHxcxk * rate_NxMxHxc[..., None], k_NxMxHxcxk
+        )
         solved = jax.lax.linalg.triangular_solve(
-            overlap * between_NxMxHxcxc, jnp.concatenate([written, reading], axis=-1),
-            left_side=True, lower=True, unit_diagonal=True,
-        )  # fmt: skip
+            overlap * between_NxMxHxcxc,
+            jnp.concatenate([written, reading], axis=-1),
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+        )
         written, reading = jnp.split(solved, [written.shape[-1]], axis=-1)
     scores = jnp.einsum("...ck,...dk->...cd", q_NxMxHxcxk, k_NxMxHxcxk) * between_NxMxHxcxc
     q, k = q_NxMxHxcxk * into_NxMxHxc[..., None], k_NxMxHxcxk * onwards_NxMxHxc[..., None]
@@ -171,4 +226,6 @@ def _chunk(state_MxHxkxv: jax.Array, own: _Chunks) -> tuple[jax.Array, jax.Array
     read_MxHxcxv = jnp.einsum("...ck,...kv->...cv", q_MxHxcxk, state_MxHxkxv)
     read_MxHxcxv += jnp.einsum("...cd,...dv->...cv", scores_MxHxcxc, written_MxHxcxv)
     state_MxHxkxv = state_MxHxkxv * decay_MxH[..., None, None]
-    return state_MxHxkxv + jnp.einsum("...ck,...cv->...kv", k_MxHxcxk, written_MxHxcxv), read_MxHxcxv
+    return state_MxHxkxv + jnp.einsum(
+        "...ck,...cv->...kv", k_MxHxcxk, written_MxHxcxv
+    ), read_MxHxcxv

@@ -8,15 +8,16 @@ from maxbatch.config.matrices import attention_widths, parameters
 
 
 def model_flops_per_token(config: DecoderConfig) -> int:
-    """Returns the floating-point operations of training per token, forward and backward, without recomputation.
+    """Returns the floating-point operations of training per token, forward and backward, without
+    recomputation.
 
-    They are 6 per parameter that multiplies a token (2 forward, 4 backward; the embedding lookup multiplies nothing,
-    and of a layer's experts only those that the token goes to), and
-    12 * H * h for attention per layer and token that is seen (h is the mean width of a key and a value, where they
-    differ): L / 2 of them, because it is causal, and in a layer with
-    a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer; in chunks of W it is W / 2. A
-    gated delta rule of H heads has 24 * H * k * v in a layer, for a decay, two readings and a writing of states of k
-    times v, as in Megatron-LM.
+    They are 6 per parameter that multiplies a token (2 forward, 4 backward; the embedding lookup
+    multiplies nothing, and of a layer's experts only those that the token goes to), and 12 * H * h
+    for attention per layer and token that is seen (h is the mean width of a key and a value, where
+    they differ): L / 2 of them, because it is causal, and in a layer with a window of W < L tokens
+    W - W * W / 2L, since the first W tokens of a row see fewer; in chunks of W it is W / 2. A gated
+    delta rule of H heads has 24 * H * k * v in a layer, for a decay, two readings and a writing of
+    states of k times v, as in Megatron-LM.
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
     """
@@ -24,7 +25,9 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     multiplying = (
         row
         for row in parameters(config)
-        if row.is_map or row.is_convolution or (row.name == "embedding" and config.logits_via_embedding)
+        if row.is_map
+        or row.is_convolution
+        or (row.name == "embedding" and config.logits_via_embedding)
     )
     length, windows = config.max_target_length, local_layers(config, config.base_num_decoder_layers)
     chunk, cycle, attended = config.chunk_attn_window_size, cycle_of(config), 0

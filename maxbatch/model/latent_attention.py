@@ -1,11 +1,13 @@
-"""DeepSeek's attention: the keys and values of all heads are made of one latent per token, and so may queries be.
+"""DeepSeek's attention: the keys and values of all heads are made of one latent per token, and so
+may queries be.
 
-A part of each query and key is rotated; the key's rotated part is one for all heads. The cache holds the
-latent and that part. References: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1; DeepSeek-V3
-(https://arxiv.org/abs/2412.19437), section 2.1.1.
+A part of each query and key is rotated; the key's rotated part is one for all heads. The cache
+holds the latent and that part. References: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section
+2.1; DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.1.1.
 
-Shapes: M micro-batch, L length, D model, H heads, h width of a query and key, n and r widths of their parts that are
-and are not rotated, v width of a value, c width of the latent; while sampling, B rows, T new tokens.
+Shapes: M micro-batch, L length, D model, H heads, h width of a query and key, n and r widths of
+their parts that are and are not rotated, v width of a value, c width of the latent; while sampling,
+B rows, T new tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class LatentAttention(nnx.Module):
         self.implementation = implementation_on(config, constrain)
 
     def __call__(
-        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
+        self,
+        x_MxLxD: jax.Array,
+        segments_MxL: jax.Array,
+        rope: Rope | None,
+        is_local: jax.Array | bool = False,
     ) -> jax.Array:
         """Returns the attention output, [M, L, D], in x's dtype."""
         del is_local
@@ -60,12 +66,16 @@ class LatentAttention(nnx.Module):
         latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
         up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh", self.quantization)
         up_MxLxHxe = self.constrain(up_MxLxHxe, ("batch", "length", *MATRICES["latent_up"].outputs))
-        k_MxLxHxn, v_MxLxHxv = jnp.split(kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1)
+        k_MxLxHxn, v_MxLxHxv = jnp.split(
+            kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1
+        )
         k_MxLxHxr = jnp.broadcast_to(k_MxLx1xr, q_MxLxHxr.shape)
         q_MxLxHxh = jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1)
         k_MxLxHxh = jnp.concatenate([k_MxLxHxn, k_MxLxHxr], axis=-1)
         scores = self.scores._replace(implementation=self.implementation)
-        attended_MxLxHxv = attend(q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain)
+        attended_MxLxHxv = attend(
+            q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain
+        )
         joined_MxLxD = self._joined(attended_MxLxHxv)
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
 
@@ -78,11 +88,13 @@ class LatentAttention(nnx.Module):
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """Returns the attention output of T more tokens of each row, and the cache with them; see `Attention`.
+        """Returns the attention output of T more tokens of each row, and the cache with them; see
+        `Attention`.
 
-        Queries are turned into the space of the latents, so all heads read the same slots: [latent, rotated] are the
-        keys, the latent alone the values. No head's own keys and values are made. In 8 bits latents and their matrix
-        are rounded as for the product that makes keys and values, so both ways give the same.
+        Queries are turned into the space of the latents, so all heads read the same slots: [latent,
+        rotated] are the keys, the latent alone the values. No head's own keys and values are made.
+        In 8 bits latents and their matrix are rounded as for the product that makes keys and
+        values, so both ways give the same.
         """
         del is_local
         assert isinstance(cache, Cache), "attention has slots"
@@ -98,16 +110,22 @@ class LatentAttention(nnx.Module):
         if isinstance(up, Adapted):
             up_cxHxe += up.low_rank
         v_BxTx1xc = latent_BxTxc[:, :, None]
-        cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
+        cache = cache.write(
+            layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc
+        )
         k_cxHxn, v_cxHxv = jnp.split(up_cxHxe.astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
         q_BxTxHxc = product(q_BxTxHxn, k_cxHxn, "btnh,cnh->btnc")
         q_BxTxHxcr = jnp.concatenate([q_BxTxHxc, q_BxTxHxr], axis=-1)
-        attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores)
+        attended_BxTxHxc = attend_to_cache(
+            q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores
+        )
         return self._joined(product(attended_BxTxHxc, v_cxHxv, "btnc,cnh->btnh")), cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """The heads of keys and values in a cache, and their widths: the latent with the rotated part, and without."""
+        """The heads of keys and values in a cache, and their widths: the latent with the rotated
+        part, and without.
+        """
         return 1, self.latent.shape[-1], self.latent.shape[-1] - self.rotated
 
     def _queries(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
@@ -115,21 +133,32 @@ class LatentAttention(nnx.Module):
         name = "query"
         if hasattr(self, "query_down"):
             down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc", self.quantization)
-            down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
-            x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
+            down_MxLxc = self.constrain(
+                down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs)
+            )
+            x_MxLxD, name = (
+                self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)),
+                "query_up",
+            )
         w_DxHxh = neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
         q_MxLxHxh = product(x_MxLxD, w_DxHxh, "mld,dnh->mlnh", self.quantization)
         q_MxLxHxh = self.constrain(q_MxLxHxh, ("batch", "length", *MATRICES["query_up"].outputs))
-        q_MxLxHxn, q_MxLxHxr = jnp.split(kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1)
+        q_MxLxHxn, q_MxLxHxr = jnp.split(
+            kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1
+        )
         return q_MxLxHxn, self._turned(q_MxLxHxr, rope)
 
     def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
+        """Returns the normalised latents of keys and values, and the rotated part of keys, which
+        has one head.
+        """
         w_Dxcr = neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
         both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc", self.quantization)
         both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
         split = [both_MxLxcr.shape[-1] - self.rotated]
-        latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
+        latent_MxLxc, k_MxLxr = jnp.split(
+            kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1
+        )
         return self.latent_norm(latent_MxLxc), self._turned(k_MxLxr[:, :, None], rope)
 
     def _turned(self, x_MxLxHxr: jax.Array, rope: Rope | None) -> jax.Array:

@@ -17,7 +17,8 @@ from maxbatch.parallel.sharding import Constrain
 
 
 class LayerInputs(nnx.Module):
-    """An embedding of the token for each layer, plus a normalised projection of its embedding in the stream.
+    """An embedding of the token for each layer, plus a normalised projection of its embedding in
+    the stream.
 
     Source: "per-layer embeddings" of Gemma 3n and Gemma 4 (transformers, `models/gemma4`).
     """
@@ -31,15 +32,22 @@ class LayerInputs(nnx.Module):
         self.constrain = constrain
 
     def __call__(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array:
-        """Returns the inputs of all layers, [N, M, L, P] in x's dtype; x is the stream before the first layer."""
+        """Returns the inputs of all layers, [N, M, L, P] in x's dtype; x is the stream before the
+        first layer.
+        """
         embedding_VxNxP = self.embedding[...]
         width = embedding_VxNxP.shape[-1]
-        # Each device looks up all tokens in its columns of the table, which is larger than its rows for a micro-batch.
+        # Each device looks up all tokens in its columns of the table, which is larger than its rows
+        # for a micro-batch.
         rows_MxLxNxP = embedding_VxNxP[self.constrain(tokens_MxL, (None, "length"))]
         rows_MxLxNxP = self.constrain(rows_MxLxNxP, (None, "length", "input_layers", "layer_input"))
-        rows_MxLxNxP = self.constrain(rows_MxLxNxP, ("batch", "length", None, None)).astype(x_MxLxD.dtype)
+        rows_MxLxNxP = self.constrain(rows_MxLxNxP, ("batch", "length", None, None)).astype(
+            x_MxLxD.dtype
+        )
         made_MxLxNxP = product(x_MxLxD, self.projection[...], "mld,dnp->mlnp")
         made_MxLxNxP = self.constrain(made_MxLxNxP, ("batch", "length", None, None))
-        made_MxLxNxP = self.norm(made_MxLxNxP * jnp.asarray(x_MxLxD.shape[-1] ** -0.5, x_MxLxD.dtype))
+        made_MxLxNxP = self.norm(
+            made_MxLxNxP * jnp.asarray(x_MxLxD.shape[-1] ** -0.5, x_MxLxD.dtype)
+        )
         both_MxLxNxP = rows_MxLxNxP * jnp.asarray(width**0.5, x_MxLxD.dtype) + made_MxLxNxP
         return jnp.moveaxis(both_MxLxNxP * jnp.asarray(2**-0.5, x_MxLxD.dtype), 2, 0)

@@ -28,15 +28,18 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))); biases where the model has them.
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))); biases where
+    the model has them.
 
-    References: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202); GPT-2 (Radford et al. 2019).
+    References: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202); GPT-2 (Radford et
+    al. 2019).
     """
 
     gate: nnx.Param[jax.Array]
     up: nnx.Param[jax.Array]
     down: nnx.Param[jax.Array]
-    shared_gate: nnx.Param[jax.Array]  # if shared experts have one: multiplies the output by its product's sigmoid
+    # if shared experts have one: multiplies the output by its product's sigmoid
+    shared_gate: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
@@ -52,22 +55,31 @@ class MLP(nnx.Module):
             gate_MxLxF, up_MxLxF = self._biased(gate_MxLxF, "gate"), self._biased(up_MxLxF, "up")
             gate_MxLxF, up_MxLxF = _kept(gate_MxLxF, "gate"), _kept(up_MxLxF, "up")
             if not self.quantization:
-                gate_MxLxF, up_MxLxF = gradients_together(gate_MxLxF, up_MxLxF, self.constrain.platform)
+                gate_MxLxF, up_MxLxF = gradients_together(
+                    gate_MxLxF, up_MxLxF, self.constrain.platform
+                )
             inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
         else:
-            inner_MxLxF = self._biased(product(x_MxLxD, self.up[...], "mld,df->mlf", self.quantization), "up")
-            inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))  # MaxText's name of the first product
+            inner_MxLxF = self._biased(
+                product(x_MxLxD, self.up[...], "mld,df->mlf", self.quantization), "up"
+            )
+            # MaxText's name of the first product
+            inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
         out_MxLxD = product(inner_MxLxF, self.down[...], "mlf,fd->mld", self.quantization)
         out_MxLxD = _kept(self._biased(out_MxLxD, "down"), "down")
         if hasattr(self, "shared_gate"):
-            gate_MxLx1 = product(x_MxLxD, self.shared_gate[...], "mld,df->mlf", out_dtype=jnp.float32)
+            gate_MxLx1 = product(
+                x_MxLxD, self.shared_gate[...], "mld,df->mlf", out_dtype=jnp.float32
+            )
             out_MxLxD *= jax.nn.sigmoid(gate_MxLx1).astype(out_MxLxD.dtype)
         return out_MxLxD
 
     def _biased(self, x_MxLxF: jax.Array, name: str) -> jax.Array:
         bias_F = getattr(self, f"{name}_bias", None)
-        return x_MxLxF if bias_F is None else x_MxLxF + bias_F[...].astype(x_MxLxF.dtype)[None, None]
+        return (
+            x_MxLxF if bias_F is None else x_MxLxF + bias_F[...].astype(x_MxLxF.dtype)[None, None]
+        )
 
 
 def _kept(x: jax.Array, name: str) -> jax.Array:

@@ -20,7 +20,8 @@ Norm = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32, over as many last axes as the scale has; with a bias LayerNorm.
+    """x / rms(x) * scale, in float32, over as many last axes as the scale has; with a bias
+    LayerNorm.
 
     LayerNorm is (x - mean(x)) / std(x) * scale + bias. References: Zhang and Sennrich 2019
     (https://arxiv.org/abs/1910.07467), Ba et al. 2016 (https://arxiv.org/abs/1607.06450).
@@ -40,15 +41,20 @@ class RMSNorm(nnx.Module):
         bias = self.bias[...].astype(jnp.float32) if hasattr(self, "bias") else None
         if bias is not None:
             x = x - jnp.mean(x, axis=over, keepdims=True)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=over, keepdims=True) + self.epsilon)
+        inverse_rms = jax.lax.rsqrt(
+            jnp.mean(jnp.square(x), axis=over, keepdims=True) + self.epsilon
+        )
         if self.adds_one:
             scale = 1.0 + scale
         normalised = x * inverse_rms * _wide(scale, x)
         return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
-def norm_of(config: ModelConfig, name: str, epsilon: float | None = None, adds_one: bool | None = None) -> Norm:
-    """Returns the norm of that name, by default with the config's epsilon; `unchanged` if the model has none.
+def norm_of(
+    config: ModelConfig, name: str, epsilon: float | None = None, adds_one: bool | None = None
+) -> Norm:
+    """Returns the norm of that name, by default with the config's epsilon; `unchanged` if the model
+    has none.
 
     Whether it multiplies by 1 + scale is by default the family's.
     """
@@ -56,12 +62,17 @@ def norm_of(config: ModelConfig, name: str, epsilon: float | None = None, adds_o
         return unchanged
     epsilon = config.normalization_layer_epsilon if epsilon is None else epsilon
     return RMSNorm(
-        config, name, epsilon, FAMILIES[config.decoder_block].norm_adds_one if adds_one is None else adds_one
+        config,
+        name,
+        epsilon,
+        FAMILIES[config.decoder_block].norm_adds_one if adds_one is None else adds_one,
     )
 
 
 def of_unit_size(x_MxLxHxh: jax.Array, epsilon: float, factor: float = 1.0) -> jax.Array:
-    """Returns x / rms(x) of each head, without a scale, times `factor`; in float32, and in x's dtype."""
+    """Returns x / rms(x) of each head, without a scale, times `factor`; in float32, and in x's
+    dtype.
+    """
     x = x_MxLxHxh.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
     return (x * (inverse_rms * factor)).astype(x_MxLxHxh.dtype)

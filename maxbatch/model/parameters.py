@@ -40,7 +40,8 @@ class Draw:
 
     @cached_property
     def _joined(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """The shape and the axes, without axes that no mesh axis splits: their sizes join those before them.
+        """The shape and the axes, without axes that no mesh axis splits: their sizes join those
+        before them.
 
         The values are the same, and the TPU compiler takes a third of the time for two axes.
         """
@@ -82,8 +83,8 @@ class Draw:
 def drawn(state: State) -> State:
     """Returns parameters with the values of their draws.
 
-    Draws of one group are a loop over their keys: a TPU compiler takes a second or more for each random array of a
-    program, and a layer, or a cycle of layers, has many of few shapes.
+    Draws of one group are a loop over their keys: a TPU compiler takes a second or more for each
+    random array of a program, and a layer, or a cycle of layers, has many of few shapes.
     """
     leaves, treedef = jax.tree.flatten(state)
     groups: dict[tuple[object, ...], list[int]] = collections.defaultdict(list)
@@ -104,13 +105,16 @@ def parameter_path(path: KeyPath) -> ParameterPath:
     return tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
 
 
-def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: nnx.Rngs | None = None) -> None:
+def add_parameters(
+    module: nnx.Module, config: ModelConfig, *names: str, rngs: nnx.Rngs | None = None
+) -> None:
     """Gives a module its parameters, in `weight_dtype` or float32, as attributes of their names.
 
     Args:
       module: a part of the decoder.
       names: of parameters, or of the module; those that the model does not have are left out.
-      rngs: the stream `params` seeds the values of matrices; `Later` leaves their draws in place of them.
+      rngs: the stream `params` seeds the values of matrices; `Later` leaves their draws in place of
+        them.
     """
     for row in parameters(config):
         if row.name in names or row.module in names:
@@ -121,19 +125,27 @@ def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: n
 
 
 def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> jax.Array | Draw:
-    """Returns a parameter of one layer, made in float32 for every dtype, so that one seed gives one model.
+    """Returns a parameter of one layer, made in float32 for every dtype, so that one seed gives one
+    model.
 
-    Biases are 0, and norms multiply by 1. Matrices are normal with a standard deviation of 1 / sqrt(inputs), truncated
-    at two of them: the product keeps the variance of its input (LeCun et al. 1998, Efficient BackProp, section 4.6). A
-    matrix that adds to the residual stream is also divided by the root of their number, two per layer, so that the
-    variance of the stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Depthwise convolutions
-    are uniform up to 1 / sqrt(width), and the logarithms of decays are those of uniform numbers (Yang et al. 2024).
+    Biases are 0, and norms multiply by 1. Matrices are normal with a standard deviation of 1 /
+    sqrt(inputs), truncated at two of them: the product keeps the variance of its input (LeCun et
+    al. 1998, Efficient BackProp, section 4.6). A matrix that adds to the residual stream is also
+    divided by the root of their number, two per layer, so that the variance of the stream does not
+    grow with depth (Radford et al. 2019, GPT-2, section 2.3). Depthwise convolutions are uniform up
+    to 1 / sqrt(width), and the logarithms of decays are those of uniform numbers (Yang et al.
+    2024).
     """
     shape = row.shape(config)
-    factor, dtype = weight_factor(config, row.path), jnp.float32 if row.is_float32 else config.weight_dtype
+    factor, dtype = (
+        weight_factor(config, row.path),
+        jnp.float32 if row.is_float32 else config.weight_dtype,
+    )
     factors = () if factor == 1.0 else (factor,)
     if not (row.inputs or row.is_convolution or row.first == "decays"):
-        is_scale = row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
+        is_scale = (
+            row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
+        )
         return jnp.full(shape, float(is_scale or row.first == "ones"), dtype)
     assert rngs is not None, "matrices are random"
     if row.first == "decays":

@@ -23,7 +23,9 @@ Rope = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class RopeKeys:
-    """The config keys of a model's rotary positions. They are compared by value, as compiled programs need it."""
+    """The config keys of a model's rotary positions. They are compared by value, as compiled
+    programs need it.
+    """
 
     head_dim: int
     rope_max_timescale: float
@@ -44,23 +46,35 @@ class RopeKeys:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RopeKeys:
-        """Returns the keys of a config; without global heads the head is the part of it that is rotated."""
+        """Returns the keys of a config; without global heads the head is the part of it that is
+        rotated.
+        """
         stated = {
-            field.name: config[field.name] for field in dataclasses.fields(cls) if field.name != "global_head_dim"
+            field.name: config[field.name]
+            for field in dataclasses.fields(cls)
+            if field.name != "global_head_dim"
         }
         keys = cls(**stated, global_head_dim=global_head_dim(config))
         family = FAMILIES[config.decoder_block]
         if family.has_global_heads:
             return keys
-        head_dim = config.qk_rope_head_dim if family.has_latents else int(config.head_dim * keys.partial_rotary_factor)
-        return dataclasses.replace(keys, head_dim=head_dim, global_head_dim=head_dim, partial_rotary_factor=1.0)
+        head_dim = (
+            config.qk_rope_head_dim
+            if family.has_latents
+            else int(config.head_dim * keys.partial_rotary_factor)
+        )
+        return dataclasses.replace(
+            keys, head_dim=head_dim, global_head_dim=head_dim, partial_rotary_factor=1.0
+        )
 
 
 class Ropes:
-    """The tables of a model: those of its global layers, and those of its local ones, which may have another base.
+    """The tables of a model: those of its global layers, and those of its local ones, which may
+    have another base.
 
-    LongRoPE has other tables for long documents (Ding et al. 2024, https://arxiv.org/abs/2402.13753). Each document
-    uses the tables of its own length, also when packed with others.
+    LongRoPE has other tables for long documents (Ding et al. 2024,
+    https://arxiv.org/abs/2402.13753). Each document uses the tables of its own length, also when
+    packed with others.
 
     Args:
       length: of a row.
@@ -80,7 +94,10 @@ class Ropes:
             self._local = rope_tables(length, frequencies_of(keys.head_dim, base))
 
     def of(
-        self, is_local: jax.Array | bool, lengths: Callable[[], jax.Array], positions_MxL: jax.Array | None = None
+        self,
+        is_local: jax.Array | bool,
+        lengths: Callable[[], jax.Array],
+        positions_MxL: jax.Array | None = None,
     ) -> Rope:
         """Returns the tables of one layer, [L, h/2], or [M, L, h/2] where rows have their own.
 
@@ -101,21 +118,28 @@ class Ropes:
 
 
 def neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | Adapted:
-    """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns first."""
+    """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns
+    first.
+    """
 
     def apart(w: jax.Array) -> jax.Array:
         others, pairs = jnp.split(w, [w.shape[-1] - rotated], axis=-1)
-        pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
+        pairs = (
+            pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
+        )
         return jnp.concatenate([others, pairs], axis=-1)
 
     return weight.with_outputs(apart) if isinstance(weight, Adapted) else apart(weight)
 
 
-def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
-    """Rotates each pair (i, i + h/2) of the heads by its position's angle, in float32; returns x's dtype.
+def apply_rope(
+    x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0
+) -> jax.Array:
+    """Rotates each pair (i, i + h/2) of the heads by its position's angle, in float32; returns x's
+    dtype.
 
-    The tables hold their positions: [L, h/2], or [M, L, h/2] if every row has its own positions. If they are narrower,
-    they rotate the first part of a head, and the rest stays.
+    The tables hold their positions: [L, h/2], or [M, L, h/2] if every row has its own positions. If
+    they are narrower, they rotate the first part of a head, and the rest stays.
 
     Args:
       platform: "cpu", "gpu" or "tpu": selects the fastest form; the values are the same.
@@ -142,27 +166,34 @@ def _at(positions_MxL: jax.Array | None, rope: Rope) -> Rope:
 
 
 def _where(condition: jax.Array, rope: Rope, other: Rope) -> Rope:
-    (cos, sin), (other_cos, other_sin) = ([table.reshape(-1, *table.shape[-2:]) for table in r] for r in (rope, other))
+    (cos, sin), (other_cos, other_sin) = (
+        [table.reshape(-1, *table.shape[-2:]) for table in r] for r in (rope, other)
+    )
     return jnp.where(condition, cos, other_cos), jnp.where(condition, sin, other_sin)
 
 
 def rope_tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
     """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1, times a scale.
 
-    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
-    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
-    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
+    Positions count from the start of the row. A rotated query and key depend only on the difference
+    of their positions, so the documents of a packed row need no restart. The tables are constants
+    of the program, computed in float64: in float32 the angles of late positions are off by
+    thousandths, and XLA would compute them again in every layer.
 
     Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
     """
     angles = np.outer(np.arange(length), frequencies)
-    return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(np.sin(angles) * scale, jnp.float32)
+    return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(
+        np.sin(angles) * scale, jnp.float32
+    )
 
 
 def frequencies_of(head_dim: int, max_timescale: float, proportion: float = 1.0) -> np.ndarray:
     """Returns the frequency of each pair; pairs beyond the proportion that is rotated have 0."""
     pairs = np.arange(head_dim // 2)
-    return np.where(pairs < int(proportion * head_dim // 2), max_timescale ** (-2 * pairs / head_dim), 0.0)
+    return np.where(
+        pairs < int(proportion * head_dim // 2), max_timescale ** (-2 * pairs / head_dim), 0.0
+    )
 
 
 def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float]:
@@ -171,12 +202,16 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
     Args:
       is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
-    frequencies = frequencies_of(keys.global_head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
+    frequencies = frequencies_of(
+        keys.global_head_dim, keys.rope_max_timescale, keys.partial_rotary_factor
+    )
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0
     if keys.rope_type == "longrope":
-        return frequencies / _long_factors(keys, is_long), keys.rope_attention_factor or _long_scale(keys)
+        return frequencies / _long_factors(
+            keys, is_long
+        ), keys.rope_attention_factor or _long_scale(keys)
     if keys.rope_type == "llama3.1":
         share = _llama3_share(keys, frequencies)
     elif keys.rope_type == "yarn":
@@ -195,11 +230,14 @@ def _long_factors(keys: RopeKeys, is_long: bool) -> np.ndarray:
 
 
 def _long_scale(keys: RopeKeys) -> float:
-    return math.sqrt(1 + math.log(keys.rope_factor) / math.log(keys.original_max_position_embeddings))
+    return math.sqrt(
+        1 + math.log(keys.rope_factor) / math.log(keys.original_max_position_embeddings)
+    )
 
 
 def _llama3_share(keys: RopeKeys, frequencies: np.ndarray) -> np.ndarray:
-    """Returns the share of each frequency that is not stretched (Grattafiori et al. 2024, as Llama 3.1's code has it).
+    """Returns the share of each frequency that is not stretched (Grattafiori et al. 2024, as Llama
+    3.1's code has it).
 
     It grows from 0 to 1 with the turns that a pair makes over the original length.
     """
@@ -211,11 +249,15 @@ def _llama3_share(keys: RopeKeys, frequencies: np.ndarray) -> np.ndarray:
 
 
 def _yarn_share(keys: RopeKeys) -> np.ndarray:
-    """Returns the share of each frequency that is not stretched (YaRN: Peng et al. 2023, arXiv:2309.00071, 3.2)."""
+    """Returns the share of each frequency that is not stretched (YaRN: Peng et al. 2023,
+    arXiv:2309.00071, 3.2).
+    """
     h, length = keys.head_dim, keys.original_max_position_embeddings
 
     def pair(turns: float) -> float:
-        return h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(keys.rope_max_timescale))
+        return (
+            h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(keys.rope_max_timescale))
+        )
 
     first, last = pair(keys.beta_fast), pair(keys.beta_slow)
     if keys.rope_truncate:

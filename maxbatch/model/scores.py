@@ -16,9 +16,12 @@ class ScoreRules(NamedTuple):
 
     scale: float | None = None  # of the products; None: 1 / sqrt(h)
     soft_cap: float = 0.0  # c > 0: scores s become c tanh(s / c)
-    window: int = 0  # tokens that a local layer sees, its own included; of its chunk of as many, if it has chunks
-    has_chunks: bool = False  # whether a local layer sees the chunk of its document; segments are then chunks
-    is_local: jax.Array | bool = False  # whether the layer is local; traced where a loop runs layers of both kinds
+    # tokens that a local layer sees, its own included; of its chunk of as many, if it has chunks
+    window: int = 0
+    # whether a local layer sees the chunk of its document; segments are then chunks
+    has_chunks: bool = False
+    # whether the layer is local; traced where a loop runs layers of both kinds
+    is_local: jax.Array | bool = False
     implementation: Kernel = "dot_product"
 
     def in_window(self, distances: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -34,7 +37,8 @@ class ScoreRules(NamedTuple):
 
 
 def growth_at(places_MxL: jax.Array) -> jax.Array:
-    """Returns the factors of scores in layers without RoPE, float32[M, L], from tokens' places in their documents.
+    """Returns the factors of scores in layers without RoPE, float32[M, L], from tokens' places in
+    their documents.
 
     Reference: Nakanishi 2025 (https://arxiv.org/abs/2501.19399), as Llama 4 has it.
     """

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 
 def places_in_segments(segments_MxL: jax.Array) -> jax.Array:
-    """Returns the place of each token in its document, whose tokens are neighbours: int32[M, L], 0 for the first."""
+    """Returns the place of each token in its document, whose tokens are neighbours: int32[M, L], 0
+    for the first.
+    """
     places_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
     is_first_MxL = (segments_MxL != jnp.roll(segments_MxL, 1, axis=1)) | (places_MxL == 0)
     return places_MxL - jax.lax.cummax(jnp.where(is_first_MxL, places_MxL, 0), axis=1)
@@ -26,6 +28,8 @@ def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
 
 
 def chunks_of_segments(segments_MxL: jax.Array, chunk: int) -> jax.Array:
-    """Returns a number for each chunk of each document: int32[M, L]; a document's chunks count from its first token."""
+    """Returns a number for each chunk of each document: int32[M, L]; a document's chunks count from
+    its first token.
+    """
     is_first_MxL = places_in_segments(segments_MxL) % chunk == 0
     return jnp.cumsum(is_first_MxL.astype(jnp.int32), axis=1)

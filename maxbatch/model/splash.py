@@ -1,7 +1,7 @@
 """Attention on a TPU: JAX's Pallas splash kernels, which never hold the square of scores.
 
-By the TPU compiler, the step of a 7B model on a v5e:4x4 (2 rows of 2,048 tokens per device, full remat) takes 7.2 GB of
-temporaries with them and 10.1 GB with the plain implementation.
+By the TPU compiler, the step of a 7B model on a v5e:4x4 (2 rows of 2,048 tokens per device, full
+remat) takes 7.2 GB of temporaries with them and 10.1 GB with the plain implementation.
 
 Shapes: M micro-batch, L length, H query heads, K key and value heads, h head_dim.
 """
@@ -22,11 +22,14 @@ from maxbatch.parallel.remat import CONTEXT
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.plan.program import LANES
 
-_LARGEST_BLOCK = 512  # queries by keys: scores of 1 MiB in float32, a small part of any TPU's vector memory
+# queries by keys: scores of 1 MiB in float32, a small part of any TPU's vector memory
+_LARGEST_BLOCK = 512
 
 
 def block_size(length: int) -> int:
-    """Returns the largest multiple of 128 up to 512 that divides a length, itself a multiple of 128."""
+    """Returns the largest multiple of 128 up to 512 that divides a length, itself a multiple of
+    128.
+    """
     return next(block for block in range(_LARGEST_BLOCK, 0, -LANES) if length % block == 0)
 
 
@@ -38,21 +41,25 @@ def splash_attend(
     constrain: Constrain,
     scores: ScoreRules = PLAIN,
 ) -> jax.Array:
-    """Returns causal attention within segments, in a local layer within a window, as `attend` of attention.py does.
+    """Returns causal attention within segments, in a local layer within a window, as `attend` of
+    attention.py does.
 
-    Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split it. If the context
-    axis splits the length, keys and values are gathered over it. If the tensor axis splits the query heads and cannot
-    split the key heads, these are repeated.
+    Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split
+    it. If the context axis splits the length, keys and values are gathered over it. If the tensor
+    axis splits the query heads and cannot split the key heads, these are repeated.
 
     Args:
-      constrain: with a mesh, whose context axis splits L into multiples of 128. On CPUs the kernel is interpreted.
+      constrain: with a mesh, whose context axis splits L into multiples of 128. On CPUs the kernel
+        is interpreted.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     mesh = constrain.mesh
     assert mesh is not None, "the kernel is placed by hand"
     _, length, heads, head_dim = q_MxLxHxh.shape
-    batch, context, tensor, _ = constrain.spec(q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim"))
+    batch, context, tensor, _ = constrain.spec(
+        q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim")
+    )
     if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
         repeats = heads // k_MxLxKxh.shape[2]
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
@@ -92,7 +99,9 @@ def splash_attend(
 
     if isinstance(scores.is_local, bool):
         return everywhere(scores.is_local)
-    chosen: jax.Array = jax.lax.cond(scores.is_local, partial(everywhere, True), partial(everywhere, False))
+    chosen: jax.Array = jax.lax.cond(
+        scores.is_local, partial(everywhere, True), partial(everywhere, False)
+    )
     return chosen
 
 
@@ -100,9 +109,9 @@ def splash_attend(
 def _attended(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> jax.Array:
     """Returns the kernel's attention of each row, [M, H, L, h].
 
-    The forward kernel writes each sum of a softmax to 128 lanes. Without a barrier in the backward pass the TPU's
-    compiler takes one of these lanes twice, once for each kernel there: 0.78M cycles in place of 0.25M (4 rows of 2,048
-    tokens, 32 heads of 128, v6e:16x16, libtpu 0.0.46).
+    The forward kernel writes each sum of a softmax to 128 lanes. Without a barrier in the backward
+    pass the TPU's compiler takes one of these lanes twice, once for each kernel there: 0.78M cycles
+    in place of 0.25M (4 rows of 2,048 tokens, 32 heads of 128, v6e:16x16, libtpu 0.0.46).
     """
     found: jax.Array = jax.vmap(kernel)(q, k, v, segments)
     return found
@@ -127,9 +136,16 @@ _attended.defvjp(_attended_forward, _attended_backward)
 
 
 def _kernel(
-    length: int, heads: int, shards: tuple[int, int], scores: ScoreRules, sees_window: bool, platform: str
+    length: int,
+    heads: int,
+    shards: tuple[int, int],
+    scores: ScoreRules,
+    sees_window: bool,
+    platform: str,
 ) -> Any:
-    """Returns the kernel of global layers, or of those that see a window; `shards` split queries and heads."""
+    """Returns the kernel of global layers, or of those that see a window; `shards` split queries
+    and heads.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -137,12 +153,22 @@ def _kernel(
     block_q, block_kv = block_size(length // query_shards), block_size(length)
     mask: masks.Mask = masks.CausalMask((length, length), shard_count=query_shards)
     if sees_window:
-        mask = masks.LocalMask((length, length), (scores.window - 1, 0), 0, shard_count=query_shards)
+        mask = masks.LocalMask(
+            (length, length), (scores.window - 1, 0), 0, shard_count=query_shards
+        )
     return kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads), head_shards=head_shards, q_seq_shards=query_shards,
-        interpret=platform == "cpu", attn_logits_soft_cap=scores.soft_cap or None, residual_checkpoint_name=CONTEXT,
+        masks.MultiHeadMask([mask] * heads),
+        head_shards=head_shards,
+        q_seq_shards=query_shards,
+        interpret=platform == "cpu",
+        attn_logits_soft_cap=scores.soft_cap or None,
+        residual_checkpoint_name=CONTEXT,
         block_sizes=kernels.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
-            block_q_dkv=block_q, block_kv_dkv=block_kv,
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
         ),
-    )  # fmt: skip
+    )

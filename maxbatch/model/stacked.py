@@ -20,14 +20,19 @@ class Static:
 
 
 class Stacked(NamedTuple):
-    """Layers on a leading axis, or one of them: an argument of loops and of rematerialised functions."""
+    """Layers on a leading axis, or one of them: an argument of loops and of rematerialised
+    functions.
+    """
 
     parameters: State
-    # Whether a layer is local: bool[N], of a single layer a `Static` or a traced bool; None if all layers are alike.
+    # Whether a layer is local: bool[N], of a single layer a `Static` or a traced bool; None if all
+    # layers are alike.
     is_local: Any = None
-    # The number of each layer: int32[N], of a single layer a scalar; None in a model without experts.
+    # The number of each layer: int32[N], of a single layer a scalar; None in a model without
+    # experts.
     number: Any = None
-    # What layers take besides the stream (`LayerInputs`): [N, places of a cycle, M, L, P]; None in most families.
+    # What layers take besides the stream (`LayerInputs`): [N, places of a cycle, M, L, P]; None in
+    # most families.
     inputs: Any = None
 
     @property
@@ -37,15 +42,21 @@ class Stacked(NamedTuple):
         return number
 
     def one_by_one(self) -> list[Stacked]:
-        """Returns each layer, its parameters by one split per array, whose gradient is one concatenation."""
+        """Returns each layer, its parameters by one split per array, whose gradient is one
+        concatenation.
+        """
         arrays, treedef = jax.tree.flatten(self.parameters)
         num_layers = arrays[0].shape[0]
-        split = [[part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)] for array in arrays]
+        split = [
+            [part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)]
+            for array in arrays
+        ]
         parameters = [jax.tree.unflatten(treedef, parts) for parts in zip(*split, strict=True)]
         numbers = [None] * num_layers if self.number is None else self.number
         inputs = [None] * num_layers if self.inputs is None else self.inputs
         return [
-            Stacked(own, self._is_local(layer), numbers[layer], inputs[layer]) for layer, own in enumerate(parameters)
+            Stacked(own, self._is_local(layer), numbers[layer], inputs[layer])
+            for layer, own in enumerate(parameters)
         ]
 
     def _is_local(self, layer: int) -> Static | jax.Array | None:

@@ -1,4 +1,6 @@
-"""Critical batch sizes on a page: loss against batch size, the table of branches, the command that follows."""
+"""Critical batch sizes on a page: loss against batch size, the table of branches, the command that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
     """Adds the measurement of a `critical_batch.json` to a page."""
     checkpoints = found["checkpoints"]
     page.add(heading(f"Critical batch size along {found['run']}"))
-    page.figures([loss_against_batch([_curve(one, found["tolerance"]) for one in checkpoints if one["branches"]])])
+    page.figures(
+        [
+            loss_against_batch(
+                [_curve(one, found["tolerance"]) for one in checkpoints if one["branches"]]
+            )
+        ]
+    )
     names = ("batch_size", "learning_rate", "updates", "loss", "difference")
     rows = [
         [checkpoint["step"], checkpoint["samples_seen"], *(branch[name] for name in names)]
@@ -21,9 +29,14 @@ def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
         for branch in checkpoint["branches"]
     ]
     page.add(
-        table(["checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base"], rows),
+        table(
+            ["checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base"],
+            rows,
+        ),
         *(paragraph(checkpoint["in_words"]) for checkpoint in checkpoints),
-        paragraph(f"Tolerance: {found['tolerance']:g} {found['tolerance_unit']}. Next: {found['command']}"),
+        paragraph(
+            f"Tolerance: {found['tolerance']:g} {found['tolerance_unit']}. Next: {found['command']}"
+        ),
     )
 
 

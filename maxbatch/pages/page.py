@@ -22,8 +22,8 @@ AXES = ("steps", "samples", "tokens", "time")
 
 # A page is self-contained; nothing in it may load or send anything.
 _POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
-    "form-action 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; base-uri 'none'; form-action 'none'"
 )
 _LONG = 60  # characters of a text that a table may fold
 
@@ -32,7 +32,9 @@ class Page:
     """A page; its parts appear in the order in which they are added."""
 
     def __init__(self, title: str, reloads_s: int = 0) -> None:
-        """Begins a page; with `reloads_s` above 0 it reloads itself at that interval, in seconds."""
+        """Begins a page; with `reloads_s` above 0 it reloads itself at that interval, in
+        seconds.
+        """
         self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
         self._figures: list[dict[str, object]] = []
@@ -47,30 +49,58 @@ class Page:
     def figures(self, figures: Sequence[Figure]) -> None:
         """Adds figures that hold their own data."""
         self._add(
-            (figure, {"x": figure.x._asdict(), "y": figure.y._asdict(),
-                      "series": [series._asdict() for series in figure.series],
-                      "heatMap": figure.heat_map._asdict() if figure.heat_map else None})
+            (
+                figure,
+                {
+                    "x": figure.x._asdict(),
+                    "y": figure.y._asdict(),
+                    "series": [series._asdict() for series in figure.series],
+                    "heatMap": figure.heat_map._asdict() if figure.heat_map else None,
+                },
+            )
             for figure in figures
-        )  # fmt: skip
+        )
 
-    def panels(self, panels: Sequence[Panel], runs: Sequence[RunColumns], units: dict[str, str]) -> None:
-        """Adds figures of runs, once per page, with buttons that select the x axis of `AXES`, labelled by `units`.
+    def panels(
+        self, panels: Sequence[Panel], runs: Sequence[RunColumns], units: dict[str, str]
+    ) -> None:
+        """Adds figures of runs, once per page, with buttons that select the x axis of `AXES`,
+        labelled by `units`.
 
         A panel without a value of any run is left out.
         """
         self._runs, self._units = list(runs), units
         buttons = "".join(_button("axis", axis, axis, axis == AXES[0]) for axis in AXES)
-        names = "".join(f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs))
+        names = "".join(
+            f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs)
+        )
         names = f'<div class="names">{names}</div>' if len(runs) > 1 else ""
-        slider = '<input type="range" id="smoothing" min="0" max="10" value="0"><output>off</output>'
+        slider = (
+            '<input type="range" id="smoothing" min="0" max="10" value="0"><output>off</output>'
+        )
         hint = '<span class="hint">drag to zoom, double-click to zoom out</span>'
-        self._body.append(f'<nav class="axes">against {buttons}<label>smoothing {slider}</label>{names}{hint}</nav>')
+        self._body.append(
+            f'<nav class="axes">against {buttons}<label>smoothing '
+            f"{slider}</label>{names}{hint}</nav>"
+        )
         drawn = {panel: _lines(panel, runs) for panel in panels}
-        self._add([
-            (panel, {"units": units, "unit": panel.unit, "isLog": panel.is_log, "areLarge": panel.are_large,
-                     "smooths": panel.smooths, "lines": lines})
-            for panel, lines in drawn.items() if lines
-        ])  # fmt: skip
+        self._add(
+            [
+                (
+                    panel,
+                    {
+                        "units": units,
+                        "unit": panel.unit,
+                        "isLog": panel.is_log,
+                        "areLarge": panel.are_large,
+                        "smooths": panel.smooths,
+                        "lines": lines,
+                    },
+                )
+                for panel, lines in drawn.items()
+                if lines
+            ]
+        )
 
     def _add(self, figures: Iterable[tuple[Figure | Panel, dict[str, object]]]) -> None:
         parts = []
@@ -87,7 +117,9 @@ class Page:
         self._body.append(f'<div class="figures">{"".join(parts)}</div>')
 
     def save(self, path: AnyPath) -> str:
-        """Writes the page if it can, and returns a line with its path, or with the reason why it was not written."""
+        """Writes the page if it can, and returns a line with its path, or with the reason why it
+        was not written.
+        """
         try:
             self.write(path)
         except (ConfigError, TrainingError) as error:
@@ -104,19 +136,24 @@ class Page:
         write_atomically(path, self._html())
 
     def write_svg(self, folder: AnyPath) -> str:
-        """Writes each plot as an SVG file, named after its title, and returns a line that counts them.
+        """Writes each plot as an SVG file, named after its title, and returns a line that counts
+        them.
 
         Raises:
           ConfigError: the folder, or a file in it, cannot be written.
           TrainingError: the disk is full.
         """
         figures = [
-            figure_of(drawn, self._runs, self._units[AXES[0]]) if isinstance(drawn, Panel) else drawn
+            figure_of(drawn, self._runs, self._units[AXES[0]])
+            if isinstance(drawn, Panel)
+            else drawn
             for drawn in self._drawn
         ]
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in zip(file_names([figure.title for figure in figures]), figures, strict=True):
+        for name, figure in zip(
+            file_names([figure.title for figure in figures]), figures, strict=True
+        ):
             write_atomically(folder / name, svg_of(figure))
         return f"svg: {counted(len(figures), 'plot')} in {folder}"
 
@@ -125,9 +162,13 @@ class Page:
             {"name": run.name, "colour": colour(i), "axes": run.axes, "columns": run.columns}
             for i, run in enumerate(self._runs)
         ]
-        data = json.dumps({"runs": runs, "figures": self._figures}, allow_nan=False, separators=(",", ":"))
+        data = json.dumps(
+            {"runs": runs, "figures": self._figures}, allow_nan=False, separators=(",", ":")
+        )
         title = html.escape(self._title)
-        reload = f'<meta http-equiv="refresh" content="{self._reloads_s}">' if self._reloads_s else ""
+        reload = (
+            f'<meta http-equiv="refresh" content="{self._reloads_s}">' if self._reloads_s else ""
+        )
         return (
             f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{reload}'
@@ -137,7 +178,10 @@ class Page:
             + "\n".join(self._body)
             + f'\n<script id="bokeh" type="text/plain">{packed_bokeh()}</script>\n'
             # "<" inside a text cannot end the script
-            + f'<script id="page-data" type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
+            + (
+                '<script id="page-data" '
+                f'type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
+            )
             + f"<script>{_asset('page.js')}</script>\n</body></html>\n"
         )
 
@@ -168,13 +212,19 @@ def paragraph(text: str) -> str:
 def details(summary: str, *parts: str, is_open: bool = False) -> str:
     """Returns parts that fold under a summary."""
     attribute = " open" if is_open else ""
-    return f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
+    return (
+        f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
+    )
 
 
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: bool = False, marked: int | None = None
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    has_swatches: bool = False,
+    marked: int | None = None,
 ) -> str:
-    """Returns a table, optionally with the colour of its run before each row; highlights the row `marked`.
+    """Returns a table, optionally with the colour of its run before each row; highlights the row
+    `marked`.
 
     Whole numbers get thousands separators, None is a dash.
     """
@@ -185,13 +235,22 @@ def table(
         if has_swatches:
             cells[0] = cells[0].replace(">", f">{_swatch(index)}", 1)
         body.append(f"<tr{' class=best' if index == marked else ''}>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    return (
+        "<div "
+        f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
 
 
 def shares_bar(parts: Sequence[tuple[str, float]]) -> str:
-    """Returns a bar whose segments are the shares of named amounts, and a legend with the shares in per cent."""
+    """Returns a bar whose segments are the shares of named amounts, and a legend with the shares in
+    per cent.
+    """
     total = sum(amount for _, amount in parts)
-    shown = [(i, html.escape(name), amount / total) for i, (name, amount) in enumerate(parts) if amount > 0]
+    shown = [
+        (i, html.escape(name), amount / total)
+        for i, (name, amount) in enumerate(parts)
+        if amount > 0
+    ]
     segments = "".join(
         f'<i style="width:{share:.4%};background:{colour(i)}" title="{name} {share:.1%}"></i>'
         for i, name, share in shown

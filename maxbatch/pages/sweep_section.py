@@ -1,4 +1,6 @@
-"""A sweep on a page: its metric against each swept key, a heat map of two keys, the table of its trials."""
+"""A sweep on a page: its metric against each swept key, a heat map of two keys, the table of its
+trials.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,43 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
     trials, metric, keys = sweep["trials"], sweep["metric"], list(sweep["parameters"])
     counts = Counter(trial["status"] for trial in trials)
     statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
-    page.add(heading(f"Sweep {sweep['sweep_dir']}"), paragraph(
-        f"{counted(len(trials), 'trial')} ({statuses}); sampler {sweep['sampler']}; metric: "
-        f"{sweep['metric_meaning']}, lower is better. Only trials that are done are drawn."
-    ))  # fmt: skip
-    page.add(*(paragraph(f"{sentence[0].upper()}{sentence[1:]}.") for sentence in sweep["at_the_edge"]))
+    page.add(
+        heading(f"Sweep {sweep['sweep_dir']}"),
+        paragraph(
+            f"{counted(len(trials), 'trial')} ({statuses}); sampler {sweep['sampler']}; metric: "
+            f"{sweep['metric_meaning']}, lower is better. Only trials that are done are drawn."
+        ),
+    )
+    page.add(
+        *(paragraph(f"{sentence[0].upper()}{sentence[1:]}.") for sentence in sweep["at_the_edge"])
+    )
     if figures := _figures(trials, metric, keys, sweep["log_keys"]):
         page.figures(figures)
-    is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]  # the best first
+    # the best first
+    is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]
     compared = any(t["value_at_equal_tokens"] is not None for t in trials)
     rows = [
-        [rank if ranked else None, t["number"], *(_text(t["overrides"].get(key)) for key in keys), t["value"],
-         *([t["value_at_equal_tokens"]] if compared else []), t["steps"], t["tokens"],
-         t["status"] + (f": {t['reason']}" if t["reason"] else "")]
+        [
+            rank if ranked else None,
+            t["number"],
+            *(_text(t["overrides"].get(key)) for key in keys),
+            t["value"],
+            *([t["value_at_equal_tokens"]] if compared else []),
+            t["steps"],
+            t["tokens"],
+            t["status"] + (f": {t['reason']}" if t["reason"] else ""),
+        ]
         for rank, (t, ranked) in enumerate(zip(trials, is_ranked, strict=True), start=1)
-    ]  # fmt: skip
+    ]
     best = 0 if any(is_ranked) else None
     at_equal = ["at equal tokens"] * compared
-    page.add(table(["rank", "trial", *keys, metric, *at_equal, "steps", "tokens", "status"], rows, marked=best))
+    page.add(
+        table(
+            ["rank", "trial", *keys, metric, *at_equal, "steps", "tokens", "status"],
+            rows,
+            marked=best,
+        )
+    )
 
 
 def _figures(
@@ -41,9 +62,16 @@ def _figures(
 ) -> list[Figure]:
     done = []
     for trial in trials:
-        if trial["status"] == "done" and trial["value"] is not None and set(trial["overrides"]) == set(keys):
+        if (
+            trial["status"] == "done"
+            and trial["value"] is not None
+            and set(trial["overrides"]) == set(keys)
+        ):
             overrides = {key: _text(value) for key, value in trial["overrides"].items()}
-            lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in overrides.items())]
+            lines = [
+                f"trial {trial['number']}",
+                *(f"{key}={text}" for key, text in overrides.items()),
+            ]
             done.append((overrides, trial["value"], "\n".join(lines)))
     figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys if done]
     if (

@@ -1,4 +1,6 @@
-"""Finds this machine's TPU chips, and keeps JAX from starting a TPU library where there are none."""
+"""Finds this machine's TPU chips, and keeps JAX from starting a TPU library where there are
+none.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,21 @@ from pathlib import Path
 # PCI device ids of TPU chips, as JAX knows them (`jax/_src/hardware_utils.py`).
 _GOOGLE = "0x1ae0"
 _PCI_IDS = {
-    "0x0027": "v3", "0x0056": "plc", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e",
+    "0x0027": "v3",
+    "0x0056": "plc",
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
     "0x0076": "tpu7x",
-}  # fmt: skip
+}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def tpu_version_here() -> str | None:
-    """Returns the version of this machine's TPU chips; None if it has none, or JAX is kept from them."""
+    """Returns the version of this machine's TPU chips; None if it has none, or JAX is kept from
+    them.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return None
@@ -35,15 +44,20 @@ def _pci_id(device: Path) -> str:
 
 
 def leave_out_absent_tpu() -> None:
-    """Lets JAX start on the CPU alone where libtpu is installed (extra `tpu`) and the machine has no accelerator.
+    """Lets JAX start on the CPU alone where libtpu is installed (extra `tpu`) and the machine has
+    no accelerator.
 
     JAX would start libtpu, which looks for a TPU and prints errors. The user's settings stay
-    (`JAX_PLATFORMS`, `JAX_FORCE_TPU_INIT`), and so do plugins of other accelerators. Must come before JAX starts its
-    backends.
+    (`JAX_PLATFORMS`, `JAX_FORCE_TPU_INIT`), and so do plugins of other accelerators. Must come
+    before JAX starts its backends.
     """
     if os.environ.get("JAX_PLATFORMS") or "JAX_FORCE_TPU_INIT" in os.environ:
         return
-    if importlib.util.find_spec("libtpu") is None or tpu_version_here() is not None or _has_plugins():
+    if (
+        importlib.util.find_spec("libtpu") is None
+        or tpu_version_here() is not None
+        or _has_plugins()
+    ):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax = sys.modules.get("jax")

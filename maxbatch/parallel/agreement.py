@@ -37,7 +37,8 @@ def check_agreed(facts: Facts, remedy: str, where: str = "") -> None:
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
-    """Returns a text for each fact that differs between hosts, such as `steps: 4 on host 0 | 8 on hosts 1, 2`.
+    """Returns a text for each fact that differs between hosts, such as `steps: 4 on host 0 | 8 on
+    hosts 1, 2`.
 
     Args:
       facts: of each host, by its index.
@@ -53,15 +54,21 @@ def _difference(name: str, facts: Sequence[Facts]) -> str | None:
     if len(hosts) <= 1:
         return None
     texts = _shortened(list(hosts))
-    return f"{name}: " + " | ".join(f"{texts[value]} on {_named(found)}" for value, found in hosts.items())
+    return f"{name}: " + " | ".join(
+        f"{texts[value]} on {_named(found)}" for value, found in hosts.items()
+    )
 
 
 def _shortened(values: Sequence[str]) -> dict[str, str]:
     """Returns values cut to a length at which they still differ."""
-    same = next((i for i, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), 0)
+    same = next(
+        (i for i, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), 0
+    )
     begin = max(0, same - _LONGEST // 2) if max(map(len, values)) > _LONGEST else 0
     return {
-        value: repr(value) if not value else ("..." if begin else "") + shown(value[begin:], _LONGEST)
+        value: repr(value)
+        if not value
+        else ("..." if begin else "") + shown(value[begin:], _LONGEST)
         for value in values
     }
 

@@ -19,11 +19,12 @@ _IDLE = 0.02  # share of a core; below it nothing computes
 
 
 def watch_cpu_devices() -> None:
-    """Starts the thread that ends this process, with one line and exit code 1, once its CPU devices hang.
+    """Starts the thread that ends this process, with one line and exit code 1, once its CPU devices
+    hang.
 
-    They hang if a thread of Python waits in JAX while the process computes nothing for 60 s (10 minutes if there are
-    several hosts), and other processes are not the reason. A single device cannot hang. The files
-    on disk are the same as after a kill.
+    They hang if a thread of Python waits in JAX while the process computes nothing for 60 s (10
+    minutes if there are several hosts), and other processes are not the reason. A single device
+    cannot hang. The files on disk are the same as after a kill.
     """
     threading.Thread(target=_watch, name="maxbatch-cpu-devices", daemon=True).start()
 
@@ -34,7 +35,9 @@ def _watch() -> None:
         time.sleep(_POLL_S)
         before, computed = computed, time.process_time()
         is_idle = computed - before < _IDLE * _POLL_S and _waits_in_jax()
-        idle, starved = (idle + _POLL_S, starved + _POLL_S * _waits_for_core()) if is_idle else (0.0, 0.0)
+        idle, starved = (
+            (idle + _POLL_S, starved + _POLL_S * _waits_for_core()) if is_idle else (0.0, 0.0)
+        )
         if starved > _LIMIT_S / 2:
             idle = starved = 0.0
         if idle >= _LIMIT_S and _hangs(idle):
@@ -42,11 +45,16 @@ def _watch() -> None:
 
 
 def _waits_for_core() -> bool:
-    """Returns whether another thread of the process is ready to compute; False if the system cannot say."""
+    """Returns whether another thread of the process is ready to compute; False if the system cannot
+    say.
+    """
     own = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if thread.name != own and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+            if (
+                thread.name != own
+                and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+            ):
                 return True
     return False
 
@@ -70,10 +78,15 @@ def _hangs(idle: float) -> bool:
 
 def _end(idle: float) -> None:
     threads = os.environ.get("PJRT_NPROC", "")
-    works = f"PJRT_NPROC={min(MOST_THREADS, 2 * int(threads))}" if threads.isdecimal() else "PJRT_NPROC=256"
+    works = (
+        f"PJRT_NPROC={min(MOST_THREADS, 2 * int(threads))}"
+        if threads.isdecimal()
+        else "PJRT_NPROC=256"
+    )
     line = (
-        f"maxbatch: error: the CPU devices have waited {idle:.0f} s for each other in a collective and nothing "
-        f"computes: XLA's threads are used up; run the same command again, with more threads: {works}\n"
+        f"maxbatch: error: the CPU devices have waited {idle:.0f} s for each other in a "
+        "collective and nothing computes: XLA's threads are used up; run the same command again, "
+        f"with more threads: {works}\n"
     )
     try:
         os.write(2, line.encode())

@@ -9,7 +9,8 @@ from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError, one_line
 
 _BRIDGE = os.path.join("jax", "_src", "xla_bridge.py")  # JAX's module that starts devices
-_STARTS = ("backends", "_init_backend", "_get_backend_uncached", "get_backend")  # its functions that do
+# its functions that do
+_STARTS = ("backends", "_init_backend", "_get_backend_uncached", "get_backend")
 _LONGEST_REASON = 300
 
 
@@ -29,19 +30,25 @@ def start_devices() -> None:
 
 
 def failure_of_devices(error: Exception) -> ConfigError | TrainingError | None:
-    """Returns an error with one line for a failure of JAX to start its devices; None for any other error."""
+    """Returns an error with one line for a failure of JAX to start its devices; None for any other
+    error.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.endswith(_BRIDGE) or frames[-1].name not in _STARTS:
         return None
     platforms = os.environ.get("JAX_PLATFORMS", "")
     why = one_line(error).partition(" (set JAX_PLATFORMS")[0].partition(" (you may need to")[0]
-    reason = "no such device is known to JAX here" if isinstance(error, AssertionError) else shown(why, _LONGEST_REASON)
+    reason = (
+        "no such device is known to JAX here"
+        if isinstance(error, AssertionError)
+        else shown(why, _LONGEST_REASON)
+    )
     if platforms:
         return ConfigError(
-            f"environment variable JAX_PLATFORMS={shown(platforms)}: the devices do not start ({reason}); "
-            "works: JAX_PLATFORMS=cpu"
+            f"environment variable JAX_PLATFORMS={shown(platforms)}: the devices do not start "
+            f"({reason}); works: JAX_PLATFORMS=cpu"
         )
     return TrainingError(
-        f"the devices of this machine do not start ({reason}); end the process that holds them, or look at the driver; "
-        "works without them: JAX_PLATFORMS=cpu"
+        f"the devices of this machine do not start ({reason}); end the process that holds them, "
+        "or look at the driver; works without them: JAX_PLATFORMS=cpu"
     )

@@ -1,9 +1,10 @@
 """Heartbeats of the hosts of a run, and the end of the others when one dies.
 
-Every host writes beats to the store of JAX's coordination service, which the first host runs. The first host watches
-the beats, and reports a silent host as failed. The others detect that the first host is dead because its store no
-longer answers. JAX aborts the process at once when the connection closes, so a handler of SIGABRT covers that case.
-(JAX accepts a Python callback instead, but cannot pass it its argument, jax 0.10.)
+Every host writes beats to the store of JAX's coordination service, which the first host runs. The
+first host watches the beats, and reports a silent host as failed. The others detect that the first
+host is dead because its store no longer answers. JAX aborts the process at once when the connection
+closes, so a handler of SIGABRT covers that case. (JAX accepts a Python callback instead, but cannot
+pass it its argument, jax 0.10.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from maxbatch.system.errors import EXIT_INPUT
 from maxbatch.system.folding import printable
 
 POLL_S = 0.5
-LEAVE_S = 6 * POLL_S  # for which the first host keeps the store, so that the others read why the run ends
+# for which the first host keeps the store, so that the others read why the run ends
+LEAVE_S = 6 * POLL_S
 _FAILURE_KEY, _BEATS, _DONE = "maxbatch/failure", "maxbatch/beats/", "done"
 _CONNECT_S = 2.0
 
@@ -48,7 +50,9 @@ def leave(code: int, is_first: bool) -> NoReturn:
 
 
 def _set_handler(handler: ctypes.c_void_p | None) -> None:
-    """Sets the handler of SIGABRT, which any thread calls at once: Python's own would wait for the main thread."""
+    """Sets the handler of SIGABRT, which any thread calls at once: Python's own would wait for the
+    main thread.
+    """
     set_signal = ctypes.CDLL(None).signal
     set_signal.argtypes, set_signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     set_signal(int(signal.SIGABRT), handler)
@@ -70,12 +74,14 @@ class Heartbeats:
         self._silence_s, self._period_s = silence_of(timeout_s), timeout_s / 10
         self._closed, self._reports = threading.Event(), False
         self._answered_at = self._looked_at = time.monotonic()
-        self._seen: dict[int, tuple[str, float]] = {}  # of each host, its last beat and when it was new here
+        # of each host, its last beat and when it was new here
+        self._seen: dict[int, tuple[str, float]] = {}
         self._threads = [
             threading.Thread(target=target, name="maxbatch-hosts", daemon=True)
             for target in (self._talk, self._watch_store)
         ]
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # kept alive as long as it is installed
+        # kept alive as long as it is installed
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
 
     def start(self) -> None:
         if self._index:
@@ -97,13 +103,16 @@ class Heartbeats:
         self._threads[0].join(self._silence_s + self._period_s + LEAVE_S)
 
     def own_report(self) -> None:
-        """Records that this host reports its own failure, so that it does not print another host's as well."""
+        """Records that this host reports its own failure, so that it does not print another host's
+        as well.
+        """
         self._reports = True
 
     def fail(self, message: str, code: int) -> None:
         """Reports to all hosts that this one failed."""
         failure = {"host": self._index, "message": message, "code": code}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first host ended
+        # another host failed first, or the first host ended
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_set(_FAILURE_KEY, json.dumps(failure))
 
     def _talk(self) -> None:
@@ -120,7 +129,11 @@ class Heartbeats:
             except jax.errors.JaxRuntimeError:
                 continue  # the store does not answer: `_watch_store` counts
             self._answered_at = time.monotonic()
-            if failure and not self._reports and (failure["host"] != self._index or failure.get("is_dead")):
+            if (
+                failure
+                and not self._reports
+                and (failure["host"] != self._index or failure.get("is_dead"))
+            ):
                 own = "" if failure.get("is_dead") else f"host {failure['host']}: "
                 if own:
                     announce_end(f"host {failure['host']} failed", failure["code"] == EXIT_INPUT)
@@ -143,10 +156,13 @@ class Heartbeats:
     def _look_for_silent(self) -> None:
         """Reports the first host that has been silent for too long."""
         now = time.monotonic()
-        if now - self._looked_at > self._silence_s / 2:  # this process was stopped, and perhaps the others with it
+        # this process was stopped, and perhaps the others with it
+        if now - self._looked_at > self._silence_s / 2:
             self._seen.clear()
         self._looked_at = now
-        beats = {int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(_BEATS)}
+        beats = {
+            int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(_BEATS)
+        }
         for host in range(1, self._num_hosts):
             text = beats.get(host, "")
             if text == _DONE:
@@ -165,7 +181,8 @@ class Heartbeats:
         """Ends this process when the first host no longer answers."""
         while self._index and not self._closed.wait(POLL_S):
             now = time.monotonic()
-            if now - self._looked_at > self._silence_s / 2:  # this process was stopped, and perhaps the first host too
+            # this process was stopped, and perhaps the first host too
+            if now - self._looked_at > self._silence_s / 2:
                 self._answered_at = now
             self._looked_at = now
             silent_s = now - self._answered_at
@@ -174,7 +191,9 @@ class Heartbeats:
                 self._end(*death_of(0, self._num_hosts, how, self._last_saved))
 
     def _on_abort(self, number: int) -> None:
-        """Ends this process where JAX aborts it because the first host has closed its connections."""
+        """Ends this process where JAX aborts it because the first host has closed its
+        connections.
+        """
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host, int(port)), _CONNECT_S).close()

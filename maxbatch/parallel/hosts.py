@@ -1,9 +1,9 @@
 """The hosts of a run: processes that share one mesh, usually one per machine.
 
-Their messages here (facts, failures) are small. They go through the key-value store of JAX's coordination service and
-not through the devices: no program runs, nothing compiles, and no timeout of a collective applies while a host
-tokenises its data. All hosts call `broadcast` and `gather` in the same order, the calls of each channel by themselves;
-the values are sent as JSON.
+Their messages here (facts, failures) are small. They go through the key-value store of JAX's
+coordination service and not through the devices: no program runs, nothing compiles, and no timeout
+of a collective applies while a host tokenises its data. All hosts call `broadcast` and `gather` in
+the same order, the calls of each channel by themselves; the values are sent as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Errors of a computation from which another host has disappeared.
-_OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
+_OF_PEERS = re.compile(
+    r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination"
+)
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -48,14 +50,17 @@ class _Channels:
 
     def __init__(self) -> None:
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
-        self._gathered: dict[str, str] = {}  # the keys of the last gathered values, which other hosts may still read
+        # the keys of the last gathered values, which other hosts may still read
+        self._gathered: dict[str, str] = {}
 
     def next_key(self, channel: str = "") -> str:
         """Returns the key of the channel's next message, the same on all hosts."""
         return "/".join(filter(None, ("maxbatch", channel, str(next(self._numbers[channel])))))
 
     def gathered(self, channel: str, key: str) -> str | None:
-        """Records the key of a gathered value; returns the key before it, which no host reads any more."""
+        """Records the key of a gathered value; returns the key before it, which no host reads any
+        more.
+        """
         before, self._gathered[channel] = self._gathered.get(channel), key
         return before
 
@@ -66,15 +71,17 @@ _CHANNELS = _Channels()
 def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) -> None:
     """Joins the other hosts of the run, if there are any; must come before any device is touched.
 
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them. Without these, JAX looks for a TPU
-    pod, SLURM, Open MPI or Kubernetes. If none of these is present, the run has a single process.
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them. Without these,
+    JAX looks for a TPU pod, SLURM, Open MPI or Kubernetes. If none of these is present, the run has
+    a single process.
 
     Args:
       host_wait_s: how long the others may take to come.
       is_silent: whether to print nothing about the wait.
 
     Raises:
-      ConfigError: the variables are incomplete, or one cannot be used, such as a port that is taken.
+      ConfigError: the variables are incomplete, or one cannot be used, such as a port that is
+        taken.
       TrainingError: a host has not come.
     """
     if jax.distributed.is_initialized():
@@ -90,7 +97,11 @@ def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) 
     meet_all = partial(_meet, host_wait_s, is_silent)
     if given[_COUNT] or given[_INDEX]:
         num_processes, index = _checked(given)
-        arguments = {"coordinator_address": given[_ADDRESS], "num_processes": num_processes, "process_id": index}
+        arguments = {
+            "coordinator_address": given[_ADDRESS],
+            "num_processes": num_processes,
+            "process_id": index,
+        }
         initialize_after(meet_all, **arguments, **timeouts)
     elif os.environ.get("SLURM_NTASKS") != "1":  # a single task keeps all devices of its node
         try:
@@ -98,15 +109,18 @@ def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) 
         except (ValueError, RuntimeError) as error:
             if given[_ADDRESS]:
                 raise ConfigError(
-                    f"{_ADDRESS}={given[_ADDRESS]}: needs {_COUNT} and {_INDEX} as well where no cluster is found "
-                    f"({error}); works: {_COUNT}=1 {_INDEX}=0"
+                    f"{_ADDRESS}={given[_ADDRESS]}: needs {_COUNT} and {_INDEX} as well where no "
+                    f"cluster is found ({error}); works: {_COUNT}=1 {_INDEX}=0"
                 ) from error
-            # Nothing names other hosts, or a program has used its devices already: there is one process.
+            # Nothing names other hosts, or a program has used its devices already: there is one
+            # process.
             if not ("coordinator_address" in str(error) or "must be called before" in str(error)):
                 raise
 
 
-def _meet(host_wait_s: float, is_silent: bool, address: str, host: int, num_hosts: int, bind: str | None) -> None:
+def _meet(
+    host_wait_s: float, is_silent: bool, address: str, host: int, num_hosts: int, bind: str | None
+) -> None:
     first = Address.parsed(address, _ADDRESS)
     leave_out_proxies(first.host)
     listens_at = None if bind is None else Address.parsed(bind, _BIND_ADDRESS)
@@ -119,8 +133,8 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
         if not value or (name != _ADDRESS and not (value.isascii() and value.isdecimal())):
             rule = "HOST:PORT of process 0" if name == _ADDRESS else "a whole number"
             raise ConfigError(
-                f"environment variable {name}={value}: must be {rule}, since another of {', '.join(given)} is set; "
-                f"works: {name}={works[name]}"
+                f"environment variable {name}={value}: must be {rule}, since another of "
+                f"{', '.join(given)} is set; works: {name}={works[name]}"
             )
     num_processes, index = int(given[_COUNT]), int(given[_INDEX])
     if index >= num_processes:
@@ -134,8 +148,8 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
 def refuse_together(code: int, message: str) -> None:
     """Tells the other hosts why this one refuses its config, then ends this process.
 
-    Without the message the others would wait minutes for it to join. Returns if the environment names no other hosts,
-    or if they cannot be joined.
+    Without the message the others would wait minutes for it to join. Returns if the environment
+    names no other hosts, or if they cannot be joined.
     """
     # The variables may be incomplete, and no other host may come.
     with contextlib.suppress(ConfigError, TrainingError, RuntimeError):
@@ -145,7 +159,9 @@ def refuse_together(code: int, message: str) -> None:
 
 
 def _refusals(own: str) -> list[str]:
-    """Exchanges the refusals of all hosts, "" for a host that accepts its config; touches no device."""
+    """Exchanges the refusals of all hosts, "" for a host that accepts its config; touches no
+    device.
+    """
     state = coordination()
     if (state.num_processes or 1) == 1:
         return [own]
@@ -157,14 +173,18 @@ def _refusals(own: str) -> list[str]:
 
 @contextlib.contextmanager
 def together(
-    report: Callable[[BaseException], int], heartbeat_timeout_s: int, host_wait_s: float, last_saved: LastSaved
+    report: Callable[[BaseException], int],
+    heartbeat_timeout_s: int,
+    host_wait_s: float,
+    last_saved: LastSaved,
 ) -> Iterator[None]:
     """Joins the hosts for the duration of a run, and ends it on all of them together.
 
-    If the run fails on one host, or its devices do not start, the others print its message and end as well, within
-    seconds. If a host dies, the others name it and end within `heartbeat_timeout_s`, with exit code 75 if a checkpoint
-    is saved. If there are several hosts, `report` prints the failure and returns the exit code, because the usual exit
-    of the process would wait for hosts that wait for this one.
+    If the run fails on one host, or its devices do not start, the others print its message and end
+    as well, within seconds. If a host dies, the others name it and end within
+    `heartbeat_timeout_s`, with exit code 75 if a checkpoint is saved. If there are several hosts,
+    `report` prints the failure and returns the exit code, because the usual exit of the process
+    would wait for hosts that wait for this one.
 
     Args:
       report: prints an error and returns the exit code.
@@ -181,7 +201,8 @@ def together(
         yield
         return
     _keep_the_output_to_python()
-    # Before the devices start: the hosts wait for each other's, and one that fails must end the others.
+    # Before the devices start: the hosts wait for each other's, and one that fails must end the
+    # others.
     heartbeats = Heartbeats(_store(), _address(), heartbeat_timeout_s, last_saved)
     heartbeats.start()
     try:
@@ -189,7 +210,8 @@ def together(
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _OF_PEERS.search(str(error)):
-            heartbeats.wait_for_report()  # perhaps another host has failed or died, whose report ends this process
+            # perhaps another host has failed or died, whose report ends this process
+            heartbeats.wait_for_report()
         heartbeats.own_report()
         code = report(error)
         heartbeats.fail(one_line(error, 2000), code)
@@ -225,7 +247,8 @@ def gather(value: T, channel: str = "") -> list[T]:
     """Returns the values of all hosts, by their index.
 
     Args:
-      channel: a name for the calls of a thread that runs beside others, whose order differs between hosts.
+      channel: a name for the calls of a thread that runs beside others, whose order differs between
+        hosts.
     """
     if jax.process_count() == 1:
         return [value]
@@ -240,7 +263,8 @@ def gather(value: T, channel: str = "") -> list[T]:
 
 
 def report_to_first(value: T, act: Callable[[list[T]], R], channel: str) -> R:
-    """Hands the values of all hosts to the first one, and returns the result of its `act` on every host.
+    """Hands the values of all hosts to the first one, and returns the result of its `act` on every
+    host.
 
     Unlike those of `gather`, the values reach the first host alone, so they may be large.
     """
@@ -281,7 +305,8 @@ def _address() -> str:
 
 
 def _keep_the_output_to_python() -> None:
-    # Native code shares standard output: gloo, which joins hosts without accelerators, prints every peer there.
+    # Native code shares standard output: gloo, which joins hosts without accelerators, prints every
+    # peer there.
     sys.stdout.flush()
     own = os.dup(1)
     with open(os.devnull, "w") as nowhere:

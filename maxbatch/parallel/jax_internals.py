@@ -1,7 +1,8 @@
 """JAX's private names, where it has no public ones; nothing else imports one, of any library.
 
-`pyproject.toml` allows no JAX that is newer than those tested. `tests/parallel/test_jax_internals.py` says what depends
-on a name that is gone; `tests/training/compile/test_saved.py` loads saved programs.
+`pyproject.toml` allows no JAX that is newer than those tested.
+`tests/parallel/test_jax_internals.py` says what depends on a name that is gone;
+`tests/training/compile/test_saved.py` loads saved programs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.system.errors import one_line
 from maxbatch.system.warning import note
 
-_LONGEST_COMPILATION_S = 120.0  # in which the first process has compiled a program, or the others compile it too
+# in which the first process has compiled a program, or the others compile it too
+_LONGEST_COMPILATION_S = 120.0
 _WAIT_MS = 500
 
 
 def coordination() -> Any:
-    """Returns the state of `jax.distributed`: the `client` of its key-value store, `process_id`, `num_processes` and
-    `coordinator_address`, known before any device is touched.
+    """Returns the state of `jax.distributed`: the `client` of its key-value store, `process_id`,
+    `num_processes` and `coordinator_address`, known before any device is touched.
     """
     from jax._src.distributed import global_state
 
@@ -34,11 +36,13 @@ def coordination() -> Any:
 
 
 def initialize_after(meet: Callable[[str, int, int, str | None], None], **arguments: Any) -> None:
-    """Calls `jax.distributed.initialize`, and `meet` just before its service listens or its client connects.
+    """Calls `jax.distributed.initialize`, and `meet` just before its service listens or its client
+    connects.
 
     Args:
-      meet: waits for all hosts; takes HOST:PORT of the first one, this host's index, the number of hosts, and on the
-        first host the address to listen on. JAX may have found them in the environment of a cluster.
+      meet: waits for all hosts; takes HOST:PORT of the first one, this host's index, the number of
+        hosts, and on the first host the address to listen on. JAX may have found them in the
+        environment of a cluster.
       arguments: of `jax.distributed.initialize`.
     """
     from jax._src import distributed
@@ -61,7 +65,8 @@ def initialize_after(meet: Callable[[str, int, int, str | None], None], **argume
                 meet(address, host, state.num_processes, None)
             return library.get_distributed_runtime_client(address, host, **more)
 
-    jax.config.update("jax_check_proxy_envs", False)  # a warning about proxies, which are not used between hosts
+    # a warning about proxies, which are not used between hosts
+    jax.config.update("jax_check_proxy_envs", False)
     module._jax = Library()
     try:
         jax.distributed.initialize(**arguments)
@@ -71,9 +76,11 @@ def initialize_after(meet: Callable[[str, int, int, str | None], None], **argume
 
 @functools.cache
 def replace_damaged_programs() -> None:
-    """Has JAX replace a damaged entry of its persistent cache, as a kill while it is written leaves one.
+    """Has JAX replace a damaged entry of its persistent cache, as a kill while it is written leaves
+    one.
 
-    By itself JAX warns of the entry and compiles at every start, because it never writes over an entry.
+    By itself JAX warns of the entry and compiles at every start, because it never writes over an
+    entry.
     """
     from jax._src import compilation_cache
 
@@ -82,7 +89,9 @@ def replace_damaged_programs() -> None:
         return
 
     @functools.wraps(read)
-    def read_or_remove(cache_key: str, compile_options: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+    def read_or_remove(
+        cache_key: str, compile_options: Any, backend: Any, *rest: Any, **options: Any
+    ) -> Any:
         try:
             return read(cache_key, compile_options, backend, *rest, **options)
         except Exception as error:  # of the decompression, or of the compiler
@@ -97,12 +106,13 @@ def replace_damaged_programs() -> None:
 
 
 def share_cached_cpu_programs(cpu: str) -> None:
-    """Lets all processes of a run on CPUs take the programs that its first process caches, now or before.
+    """Lets all processes of a run on CPUs take the programs that its first process caches, now or
+    before.
 
-    JAX lets only the first process write into the cache. The keys have a fingerprint of the topology, which on CPUs
-    differs between processes, so the others would compile every program at every start. A process whose cache is in
-    another place than the first one's compiles by itself. `cpu` describes the CPU. All processes call this once per
-    run; a process may have several runs.
+    JAX lets only the first process write into the cache. The keys have a fingerprint of the
+    topology, which on CPUs differs between processes, so the others would compile every program at
+    every start. A process whose cache is in another place than the first one's compiles by itself.
+    `cpu` describes the CPU. All processes call this once per run; a process may have several runs.
     """
     _FIRST_PROCESS.meet(_place_of_cache())
     _take_programs_of_the_first_process(cpu)
@@ -125,14 +135,19 @@ def _take_programs_of_the_first_process(cpu: str) -> None:
     compiler: Any = of_programs
     read, compile_and_write = compiler._cache_read, compiler._compile_and_write_cache
 
-    def read_or_wait(name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any) -> Any:
+    def read_or_wait(
+        name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any
+    ) -> Any:
         found = read(name, key, options, backend, devices, *more)
         if not first.shares_cache or len({device.process_index for device in devices}) == 1:
             return found
         first.tell("begun", key, _place_of_cache())
         if found[0] is not None:
             first.tell("compiled", key)
-        elif first.told("begun", key) == _place_of_cache() and first.told("compiled", key) is not None:
+        elif (
+            first.told("begun", key) == _place_of_cache()
+            and first.told("compiled", key) is not None
+        ):
             found = read(name, key, options, backend, devices, *more)
         return found
 
@@ -151,7 +166,9 @@ def _place_of_cache() -> str:
 
 
 class _FirstProcess:
-    """The programs that the first process says it has begun to look for, and has compiled or found."""
+    """The programs that the first process says it has begun to look for, and has compiled or
+    found.
+    """
 
     def __init__(self) -> None:
         self.shares_cache = False  # this process has its cache in the same place
@@ -161,7 +178,8 @@ class _FirstProcess:
 
     def meet(self, place: str) -> None:
         """Compares the places of the caches."""
-        # Keys name the folder of the cache, so a process that waits in another folder for a program would wait in vain.
+        # Keys name the folder of the cache, so a process that waits in another folder for a program
+        # would wait in vain.
         self._num_meetings += 1
         meeting = f"of run {self._num_meetings}"
         self.tell("place", meeting, place)
@@ -175,12 +193,16 @@ class _FirstProcess:
             state.client.key_value_set(name, value)
 
     def told(self, what: str, program: str) -> str | None:
-        """Waits until the first process has told it; None: this is the first one, or it has no cache or dies."""
+        """Waits until the first process has told it; None: this is the first one, or it has no
+        cache or dies.
+        """
         state, until = coordination(), time.monotonic() + _LONGEST_COMPILATION_S
         while not (state.process_id == 0 or self._is_silent):
             try:
                 # In short waits, between which signals are handled.
-                value: str = state.client.blocking_key_value_get(f"maxbatch/{what}/{program}", _WAIT_MS)
+                value: str = state.client.blocking_key_value_get(
+                    f"maxbatch/{what}/{program}", _WAIT_MS
+                )
                 return value
             except jax.errors.JaxRuntimeError as error:
                 self._is_silent = "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() >= until
@@ -191,7 +213,8 @@ _FIRST_PROCESS = _FirstProcess()
 
 
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
-    """Builds a program from an executable; its shardings on the mesh are explicit, except for scalars.
+    """Builds a program from an executable; its shardings on the mesh are explicit, except for
+    scalars.
 
     JAX has no public way to call an executable that it did not compile. This follows the end of its
     `UnloadedMeshExecutable.from_hlo`, but reads the executable instead of compiling it.
@@ -200,7 +223,10 @@ def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> 
 
     lowering: Any = lowered._lowering
     facts = lowering.compile_args
-    effects = {name: facts[name] for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")}
+    effects = {
+        name: facts[name]
+        for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")
+    }
     if any(effects.values()):
         raise ValueError("a program with side effects cannot be loaded")
     inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
@@ -217,7 +243,10 @@ def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> 
         dispatch_in_layouts=layouts[0],
         xla_out_layouts=layouts[1],
         pgle_profiler=None,
-        **{name: facts[name] for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")},
+        **{
+            name: facts[name]
+            for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")
+        },
         **effects,
     )
     return jax.stages.Compiled(
@@ -233,4 +262,7 @@ def _explicit(
     if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
         raise ValueError("an array of the program has no explicit sharding")
     scalar = NamedSharding(mesh, P())
-    return [sharding if isinstance(sharding, jax.sharding.Sharding) else scalar for sharding in shardings]
+    return [
+        sharding if isinstance(sharding, jax.sharding.Sharding) else scalar
+        for sharding in shardings
+    ]

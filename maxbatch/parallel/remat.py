@@ -1,8 +1,9 @@
-"""Rematerialisation: a layer's forward pass keeps some tensors for the backward pass, which computes the rest again.
+"""Rematerialisation: a layer's forward pass keeps some tensors for the backward pass, which
+computes the rest again.
 
 Policies and the names of kept tensors are MaxText's (`src/maxtext/layers` in
-https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled if the kernel needs
-them so: the backward pass needs them in that form, and in no other.
+https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled
+if the kernel needs them so: the backward pass needs them in that form, and in no other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Remat:
         if policy != "custom":
             return cls(policy == "none", _KEPT.get(policy, ()), ())
         on_device, on_host = (
-            tuple(name for name in REMAT_TENSORS if config[name] == place) for place in ("device", "offload")
+            tuple(name for name in REMAT_TENSORS if config[name] == place)
+            for place in ("device", "offload")
         )
         return cls(False, on_device, on_host)
 
@@ -61,20 +63,24 @@ class Remat:
         if not self.on_host:
             return jax.checkpoint_policies.save_only_these_names(*self.on_device)
         return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.on_device), names_which_can_be_offloaded=list(self.on_host),
-            offload_src="device", offload_dst="pinned_host",
-        )  # fmt: skip
+            names_which_can_be_saved=list(self.on_device),
+            names_which_can_be_offloaded=list(self.on_host),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
 
     def entering(self, x: jax.Array) -> jax.Array:
         """Returns the input of a layer under its name, if it is to leave the device."""
         return kept(x, INPUT) if INPUT in self.on_host else x
 
 
-def checkpointed(layer: Callable[..., Output], remat: Remat, in_loop: bool) -> Callable[..., Output]:
+def checkpointed(
+    layer: Callable[..., Output], remat: Remat, in_loop: bool
+) -> Callable[..., Output]:
     """Returns a layer, whose first argument is its input, that keeps the tensors of `remat`.
 
-    In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier prevents that,
-    behind which everything kept is copied.
+    In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier
+    prevents that, behind which everything kept is copied.
     """
     if remat.keeps_all:
         return layer
@@ -83,5 +89,7 @@ def checkpointed(layer: Callable[..., Output], remat: Remat, in_loop: bool) -> C
         return layer(remat.entering(x_MxLxD), *others)
 
     run = named if INPUT in remat.on_host else layer
-    checkpointed: Callable[..., Output] = jax.checkpoint(run, policy=remat.policy, prevent_cse=not in_loop)
+    checkpointed: Callable[..., Output] = jax.checkpoint(
+        run, policy=remat.policy, prevent_cse=not in_loop
+    )
     return checkpointed

@@ -1,11 +1,13 @@
 """The meeting of a run's hosts, before JAX's coordination service connects them; without JAX.
 
-The service itself connects in silence, cannot name a host that is missing, and ends a process whose others do not come
-with a native stack. So the first host listens on the port of the service until all hosts have come, and then leaves it
-to the service. Until then every host prints whom it waits for.
+The service itself connects in silence, cannot name a host that is missing, and ends a process whose
+others do not come with a native stack. So the first host listens on the port of the service until
+all hosts have come, and then leaves it to the service. Until then every host prints whom it waits
+for.
 
-Messages are lines of JSON. A host sends its index and the number of hosts, and then an empty line now and then. The
-first host answers with the hosts that are missing, until it lets all of them go or ends them with a message.
+Messages are lines of JSON. A host sends its index and the number of hosts, and then an empty line
+now and then. The first host answers with the hosts that are missing, until it lets all of them go
+or ends them with a message.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any, NamedTuple
 from maxbatch.system.errors import ConfigError, TrainingError, reason
 from maxbatch.system.warning import note
 
-_FIRST_WORD_S, _AGAIN_S = 10.0, 30.0  # until a host prints whom it waits for, and between repetitions
+# until a host prints whom it waits for, and between repetitions
+_FIRST_WORD_S, _AGAIN_S = 10.0, 30.0
 _POLL_S = 0.2
 _PULSE_S = 1.0  # between two lines to the other side
 _SILENT_S = 10.0  # without a line from a host, after which it counts as gone
@@ -49,12 +52,13 @@ class Address(NamedTuple):
         host, colon, port = text.rpartition(":")
         if not colon or not host:
             raise ConfigError(
-                f"environment variable {variable}={text}: must be HOST:PORT; works: {text or 'localhost'}:8476"
+                f"environment variable {variable}={text}: must be HOST:PORT; works: "
+                f"{text or 'localhost'}:8476"
             )
         if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise ConfigError(
-                f"environment variable {variable}={text}: the port must be a number from 1 to 65535; "
-                f"works: {variable}={host}:8476"
+                f"environment variable {variable}={text}: the port must be a number from 1 to "
+                f"65535; works: {variable}={host}:8476"
             )
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
@@ -63,7 +67,12 @@ class Address(NamedTuple):
 
 
 def meet(
-    address: Address, host: int, num_hosts: int, wait_s: float, bind: Address | None = None, is_silent: bool = False
+    address: Address,
+    host: int,
+    num_hosts: int,
+    wait_s: float,
+    bind: Address | None = None,
+    is_silent: bool = False,
 ) -> None:
     """Waits until all hosts have come; all of them call it.
 
@@ -92,7 +101,9 @@ def meet(
     except BaseException as error:
         if door is not None:
             said = (
-                str(error) if isinstance(error, ConfigError | TrainingError) else "was stopped while the hosts joined"
+                str(error)
+                if isinstance(error, ConfigError | TrainingError)
+                else "was stopped while the hosts joined"
             )
             door.end_all(said if said.startswith("host 0") else f"host 0: {said}")
         raise
@@ -111,14 +122,21 @@ class _Status(NamedTuple):
 
     def __str__(self) -> str:
         shown = [str(number) for number in self.missing[:_MOST_NAMED]]
-        more = "" if self.num_missing <= len(shown) else f" and {self.num_missing - len(shown)} more"
-        return f"host{'s' if self.num_missing > 1 else ''} {', '.join(shown)}{more}{self.why and f' ({self.why})'}"
+        more = (
+            "" if self.num_missing <= len(shown) else f" and {self.num_missing - len(shown)} more"
+        )
+        return (
+            f"host{'s' if self.num_missing > 1 else ''} "
+            f"{', '.join(shown)}{more}{self.why and f' ({self.why})'}"
+        )
 
 
 class _Guest:
     """A host's side of the meeting."""
 
-    def __init__(self, address: Address, host: int, num_hosts: int, wait_s: float, door: _Door | None) -> None:
+    def __init__(
+        self, address: Address, host: int, num_hosts: int, wait_s: float, door: _Door | None
+    ) -> None:
         self._address, self._host, self._num_hosts, self._door = address, host, num_hosts, door
         self._wait_s, self._started = wait_s, time.monotonic()
         self._say_at = self._started + _FIRST_WORD_S
@@ -132,7 +150,9 @@ class _Guest:
             time.sleep(_POLL_S)
 
     def _is_let_go(self) -> bool:
-        """Talks to the first host until it lets all hosts go; returns False if it does not answer, or no longer."""
+        """Talks to the first host until it lets all hosts go; returns False if it does not answer,
+        or no longer.
+        """
         try:
             connection = socket.create_connection(self._address, _PULSE_S)
         except OSError as error:
@@ -142,7 +162,9 @@ class _Guest:
             try:
                 return self._talk(connection)
             except (OSError, ValueError, KeyError, TypeError):
-                self._status = self._without_first("something that is no host of maxbatch answers there")
+                self._status = self._without_first(
+                    "something that is no host of maxbatch answers there"
+                )
                 return False
 
     def _talk(self, connection: socket.socket) -> bool:
@@ -167,25 +189,30 @@ class _Guest:
                     self._status = _Status(missing, int(message["num_missing"]))
 
     def _check_time(self) -> None:
-        """Prints whom this host waits for when that is due; raises an error at the end of the wait."""
+        """Prints whom this host waits for when that is due; raises an error at the end of the
+        wait.
+        """
         if self._door is not None and self._door.ending is not None:
             _raise_ending(self._door.ending)
         waited_s = time.monotonic() - self._started
         if waited_s >= self._wait_s:
             raise TrainingError(
-                f"host {self._host} of {self._num_hosts} has waited {waited_s:.0f} s (host_wait_s) for {self._status}; "
-                f"start the same command on every host, or set JAX_NUM_PROCESSES to the hosts that are there"
+                f"host {self._host} of {self._num_hosts} has waited {waited_s:.0f} s "
+                f"(host_wait_s) for {self._status}; start the same command on every host, or set "
+                "JAX_NUM_PROCESSES to the hosts that are there"
             )
         if time.monotonic() >= self._say_at and not self.is_silent:
             self._say_at = time.monotonic() + _AGAIN_S
             note(
-                f"host {self._host} of {self._num_hosts} waits for {self._status}: {waited_s:.0f} s so far, "
-                f"at most {self._wait_s:g} s (host_wait_s)"
+                f"host {self._host} of {self._num_hosts} waits for {self._status}: {waited_s:.0f} "
+                f"s so far, at most {self._wait_s:g} s (host_wait_s)"
             )
 
     def _without_first(self, why: str) -> _Status:
         place = f"{self._address}: {why}"
-        return _Status([0], 1, f"not reached from itself at {place}" if self._host == 0 else f"at {place}")
+        return _Status(
+            [0], 1, f"not reached from itself at {place}" if self._host == 0 else f"at {place}"
+        )
 
 
 def _raise_ending(message: Mapping[str, object]) -> None:
@@ -231,7 +258,9 @@ class _Door(threading.Thread):
             while time.monotonic() < self._ends_at and len(self._hosts) < self._num_hosts:
                 for key, _ in self._selector.select(_POLL_S):
                     assert isinstance(key.fileobj, socket.socket)
-                    self._accept() if key.fileobj is self._listener else self._read(self._visitors[key.fileobj])
+                    self._accept() if key.fileobj is self._listener else self._read(
+                        self._visitors[key.fileobj]
+                    )
                 self._leave_silent()
                 if time.monotonic() >= pulse_at:
                     pulse_at = time.monotonic() + _PULSE_S
@@ -257,7 +286,9 @@ class _Door(threading.Thread):
         self._listener.close()
 
     def _status(self) -> dict[str, object]:
-        missing: Iterator[int] = (host for host in range(self._num_hosts) if host not in self._hosts)
+        missing: Iterator[int] = (
+            host for host in range(self._num_hosts) if host not in self._hosts
+        )
         named = [host for host, _ in zip(missing, range(_MOST_NAMED), strict=False)]
         return {"missing": named, "num_missing": self._num_hosts - len(self._hosts)}
 
@@ -293,15 +324,15 @@ class _Door(threading.Thread):
             return
         if num_hosts != self._num_hosts:
             problem = (
-                f"the hosts state different numbers of hosts: {self._num_hosts} on host 0, {num_hosts} on host {host}; "
-                "set JAX_NUM_PROCESSES to the same number on all"
+                f"the hosts state different numbers of hosts: {self._num_hosts} on host 0, "
+                f"{num_hosts} on host {host}; set JAX_NUM_PROCESSES to the same number on all"
             )
             # Others may come in this moment, and would find nobody.
             self.ending, self._ends_at = {"refused": problem}, time.monotonic() + _LINGER_S
         elif not 0 <= host < self._num_hosts or host in self._hosts:
             problem = (
-                f"another process is host {host} of {num_hosts} already; give each host an index of its own "
-                f"(JAX_PROCESS_ID), from 0 to {num_hosts - 1}"
+                f"another process is host {host} of {num_hosts} already; give each host an index "
+                f"of its own (JAX_PROCESS_ID), from 0 to {num_hosts - 1}"
             )
         if problem:
             with contextlib.suppress(OSError):
@@ -355,14 +386,17 @@ def _listening(bind: Address, backlog: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() >= until:
                 raise ConfigError(
-                    f"JAX_COORDINATOR_ADDRESS: host 0 cannot listen on {bind} ({reason(error)}); give all hosts "
-                    f"another port, such as {bind.port + 1 if bind.port < 65_535 else 8476}"
+                    f"JAX_COORDINATOR_ADDRESS: host 0 cannot listen on {bind} ({reason(error)}); "
+                    "give all hosts another port, such as "
+                    f"{bind.port + 1 if bind.port < 65_535 else 8476}"
                 ) from error
         time.sleep(_POLL_S)
 
 
 def _listener(bind: Address, backlog: int) -> socket.socket:
-    places = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    places = socket.getaddrinfo(
+        bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
     family, kind, protocol, _, place = places[0]
     is_any = bind.host == "::"
     if is_any and not socket.has_dualstack_ipv6():
@@ -382,7 +416,9 @@ def _listener(bind: Address, backlog: int) -> socket.socket:
 
 
 def _wait_for_service(address: Address) -> None:
-    """Waits until the service listens: a connection that is refused would be tried again only seconds later."""
+    """Waits until the service listens: a connection that is refused would be tried again only
+    seconds later.
+    """
     until = time.monotonic() + _SERVICE_S
     while True:
         try:
@@ -397,7 +433,9 @@ def _wait_for_service(address: Address) -> None:
 
 
 def _allow_files(wanted: int) -> None:
-    """Raises the limit of open files, as far as the system lets us, where every host needs a connection."""
+    """Raises the limit of open files, as far as the system lets us, where every host needs a
+    connection.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,12 +1,14 @@
 """Parameters on another mesh, without a whole copy on any device.
 
-Left to itself, the compiler may gather an array whole and cut it anew. Here an array goes through placements that each
-differ in one way, which the compiler turns into an exchange of pieces: all mesh axes split one dimension, the new
-axes split it in the place of the old ones, and what the new placement repeats is gathered last.
+Left to itself, the compiler may gather an array whole and cut it anew. Here an array goes through
+placements that each differ in one way, which the compiler turns into an exchange of pieces: all
+mesh axes split one dimension, the new axes split it in the place of the old ones, and what the new
+placement repeats is gathered last.
 
-On the way to other devices the pieces are copied while one dimension is split evenly. Every host has devices of both
-meshes and holds the same block of that dimension on either, so a copy stays within a host. It goes from device to
-device where a host has as many of either, else through the host's memory.
+On the way to other devices the pieces are copied while one dimension is split evenly. Every host
+has devices of both meshes and holds the same block of that dimension on either, so a copy stays
+within a host. It goes from device to device where a host has as many of either, else through the
+host's memory.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ class HandedOver(NamedTuple):
 class Resharding:
     """Moves parameters to `shardings`, in the tree of the parameters; all are of one mesh.
 
-    Parameters on its devices, in their order, are exchanged by one program for all arrays. Those on other devices are
-    split evenly by one program, copied, and put together by another. Every host must have the same number of devices of
-    each mesh.
+    Parameters on its devices, in their order, are exchanged by one program for all arrays. Those on
+    other devices are split evenly by one program, copied, and put together by another. Every host
+    must have the same number of devices of each mesh.
     """
 
     def __init__(self, shardings: State) -> None:
@@ -65,8 +67,8 @@ class Resharding:
     def hand_over(self, params: State) -> HandedOver:
         """Copies the parameters to the devices of the new mesh if they are on others.
 
-        It runs programs of the old mesh only, and `receive` of the new one only. So they may be called in two threads:
-        the programs of a mesh are in the same order on all hosts.
+        It runs programs of the old mesh only, and `receive` of the new one only. So they may be
+        called in two threads: the programs of a mesh are in the same order on all hosts.
         """
         old, new = (tuple(jax.tree.leaves(tree)) for tree in (params, self._shardings))
         sources = tuple(array.sharding for array in old)
@@ -74,7 +76,9 @@ class Resharding:
         if _devices(there) == _devices(here):
             return HandedOver(params)
         unit = math.lcm(there.size, here.size)
-        forms = tuple(_form(array.shape, target, unit) for array, target in zip(old, new, strict=True))
+        forms = tuple(
+            _form(array.shape, target, unit) for array, target in zip(old, new, strict=True)
+        )
         split = self._split(old, sources, forms)
         _wait_on_cpu(there, split)
         return HandedOver(None, _copied(split, forms, there, here), forms)
@@ -97,7 +101,9 @@ class Resharding:
     def _exchanged(self, params: State, sources: Sequence[NamedSharding]) -> State:
         arrays, tree = jax.tree.flatten(params)
         moved = []
-        for array, source, target in zip(arrays, sources, jax.tree.leaves(self._shardings), strict=True):
+        for array, source, target in zip(
+            arrays, sources, jax.tree.leaves(self._shardings), strict=True
+        ):
             for placement in steps(array.shape, source, target):
                 array = jax.lax.with_sharding_constraint(array, placement)
             moved.append(array)
@@ -117,7 +123,9 @@ class Resharding:
         return state
 
 
-def steps(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
+def steps(
+    shape: tuple[int, ...], source: NamedSharding, target: NamedSharding
+) -> Iterator[NamedSharding]:
     """Yields the placements of an array between two meshes of the same devices.
 
     There are none where no dimension can be split by all devices.
@@ -130,7 +138,9 @@ def steps(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) 
 
 
 def _best(shape: tuple[int, ...], dims: Sequence[int], target: NamedSharding) -> int:
-    """Returns the dimension that all devices split for a while: one that the new placement splits, else the largest."""
+    """Returns the dimension that all devices split for a while: one that the new placement splits,
+    else the largest.
+    """
     new = _axes_of(target, len(shape))
     return max(dims, key=lambda dim: (bool(new[dim]), shape[dim]))
 
@@ -162,7 +172,9 @@ def _steps_from_even(num_dims: int, dim: int, target: NamedSharding) -> Iterator
 
 
 def _form(shape: tuple[int, ...], target: NamedSharding, unit: int) -> _Even:
-    """Returns the form of an array that is split into `unit` parts, or into a number that divides it."""
+    """Returns the form of an array that is split into `unit` parts, or into a number that divides
+    it.
+    """
     dims = [dim for dim, size in enumerate(shape) if size % unit == 0] or range(len(shape))
     dim = _best(shape, dims, target) if dims else None
     return _Even(shape, dim, 0 if dim is None else -shape[dim] % unit)
@@ -174,22 +186,30 @@ def _split_evenly(
     split = []
     for array, source, form in zip(arrays, sources, forms, strict=True):
         if form.dim is not None:
-            array = jnp.pad(array, [(0, form.padding if dim == form.dim else 0) for dim in range(array.ndim)])
+            array = jnp.pad(
+                array, [(0, form.padding if dim == form.dim else 0) for dim in range(array.ndim)]
+            )
             for placement in _steps_to_even(array.ndim, form.dim, source):
                 array = jax.lax.with_sharding_constraint(array, placement)
         split.append(jax.lax.with_sharding_constraint(array, _evenly(_mesh(source), form)))
     return split
 
 
-def _copied(arrays: Sequence[jax.Array], forms: Sequence[_Even], there: Mesh, here: Mesh) -> list[jax.Array]:
-    """Returns evenly split arrays on the devices of another mesh; each host copies the block that it holds."""
+def _copied(
+    arrays: Sequence[jax.Array], forms: Sequence[_Even], there: Mesh, here: Mesh
+) -> list[jax.Array]:
+    """Returns evenly split arrays on the devices of another mesh; each host copies the block that
+    it holds.
+    """
     there, here = _by_host(there), _by_host(here)
     there_own, here_own = _of_this_host(there), _of_this_host(here)
     num_hosts = here.size // here_own.size
     arrays = jax.device_put(arrays, [_evenly(there, form) for form in forms])
     blocks = []
     for array, form in zip(arrays, forms, strict=True):
-        shape = tuple(size // num_hosts if dim == form.dim else size for dim, size in enumerate(array.shape))
+        shape = tuple(
+            size // num_hosts if dim == form.dim else size for dim, size in enumerate(array.shape)
+        )
         blocks.append(_from_pieces(shape, _evenly(there_own, form), array))
     blocks = jax.device_put(blocks, [_evenly(here_own, form) for form in forms])
     return [
@@ -205,7 +225,9 @@ def _from_pieces(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Arr
 
 
 def _by_host(mesh: Mesh) -> Mesh:
-    """Returns a mesh of one axis if the devices of a host are not next to each other; else the mesh."""
+    """Returns a mesh of one axis if the devices of a host are not next to each other; else the
+    mesh.
+    """
     devices = _devices(mesh)
     ordered = sorted(devices, key=lambda device: device.process_index)
     return mesh if ordered == devices else Mesh(np.asarray(ordered), (_DEVICES,))
@@ -217,7 +239,9 @@ def _of_this_host(mesh: Mesh) -> Mesh:
 
 
 def _evenly(mesh: Mesh, form: _Even) -> NamedSharding:
-    """Returns the placement of an array that all devices split along a dimension, in the order of the mesh."""
+    """Returns the placement of an array that all devices split along a dimension, in the order of
+    the mesh.
+    """
     return NamedSharding(mesh, P() if form.dim is None else P(*[None] * form.dim, mesh.axis_names))
 
 
@@ -239,7 +263,9 @@ def _devices(mesh: Mesh) -> list[jax.Device]:
 def _axes_of(sharding: NamedSharding, num_dims: int) -> list[_Axes]:
     """Returns the mesh axes of more than one device that split each dimension."""
     parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
-    named = [tuple(axis for axis in part if axis and sharding.mesh.shape[axis] > 1) for part in parts]
+    named = [
+        tuple(axis for axis in part if axis and sharding.mesh.shape[axis] > 1) for part in parts
+    ]
     return named + [()] * (num_dims - len(named))
 
 

@@ -1,6 +1,8 @@
-"""The sharding rules: which mesh axes split which dimensions of parameters, activations and batches.
+"""The sharding rules: which mesh axes split which dimensions of parameters, activations and
+batches.
 
-Parameters and activations name their dimensions (`logical_axes`); two tables map the names to mesh axes.
+Parameters and activations name their dimensions (`logical_axes`); two tables map the names to mesh
+axes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
     "length": "context",
     "experts": "expert",
-    "layer_input": "fsdp",  # of rows that are not split, so that the columns of their table need not move
+    # of rows that are not split, so that the columns of their table need not move
+    "layer_input": "fsdp",
     **dict.fromkeys(OVER_TENSOR, "tensor"),
     **dict.fromkeys((*WHOLE, "embed", "attended", "q_lora", "kv_lora"), None),
 }
@@ -41,7 +44,8 @@ class Constrain:
     """
 
     mesh: Mesh | None = None  # of the devices to compile for, here or not; None: the default device
-    # The partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has the mapped axis.
+    # The partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has
+    # the mapped axis.
     spec: Callable[[tuple[int, ...], LogicalAxes], P] = lambda shape, _: P(*(None for _ in shape))
 
     def __call__(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
@@ -49,11 +53,19 @@ class Constrain:
         return x if self.mesh is None else _placed(x, self.mesh, self.spec(x.shape, logical_axes))
 
     def like_parameter(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
-        """Returns x, such as a gradient, with the sharding of the parameter that has its shape and its axes."""
-        return x if self.mesh is None else _placed(x, self.mesh, parameter_spec(logical_axes, x.shape, self.mesh))
+        """Returns x, such as a gradient, with the sharding of the parameter that has its shape and
+        its axes.
+        """
+        return (
+            x
+            if self.mesh is None
+            else _placed(x, self.mesh, parameter_spec(logical_axes, x.shape, self.mesh))
+        )
 
     def like_layer(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
-        """Returns x with the sharding of one layer of a stacked parameter, whose other axes are `logical_axes`."""
+        """Returns x with the sharding of one layer of a stacked parameter, whose other axes are
+        `logical_axes`.
+        """
         if self.mesh is None:
             return x
         stacked = (self.mesh.shape["pipeline"], *x.shape)
@@ -75,15 +87,19 @@ unconstrained = Constrain()
 
 
 def num_shards(mesh: Mesh, axes: Iterable[str] = BATCH_AXES) -> int:
-    """Returns the parts that mesh axes split a dimension into; by default those that split the batch."""
+    """Returns the parts that mesh axes split a dimension into; by default those that split the
+    batch.
+    """
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
-    """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension named "batch".
+    """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension
+    named "batch".
 
-    Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already, which is none of them.
-    They also split `OVER_ROWS`: a dimension of an array that has the rows of the whole batch on every device.
+    Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already,
+    which is none of them. They also split `OVER_ROWS`: a dimension of an array that has the rows of
+    the whole batch on every device.
     """
 
     def axes_of(name: str, size: int) -> tuple[str, ...] | str | None:
@@ -96,7 +112,12 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
         return axis if axis and size % mesh.shape[axis] == 0 else None
 
     def spec(shape: tuple[int, ...], names: LogicalAxes) -> P:
-        return P(*(axes_of(name, size) if name else None for name, size in zip(names, shape, strict=True)))
+        return P(
+            *(
+                axes_of(name, size) if name else None
+                for name, size in zip(names, shape, strict=True)
+            )
+        )
 
     return Constrain(mesh, spec)
 
@@ -117,9 +138,11 @@ def unnamed_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def parameter_shardings(params: State, mesh: Mesh) -> State:
-    """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract shapes).
+    """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract
+    shapes).
 
-    A parameter of a user's model that names no logical axes is split over fsdp along its longest axis that divides.
+    A parameter of a user's model that names no logical axes is split over fsdp along its longest
+    axis that divides.
     """
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
@@ -134,5 +157,7 @@ def parameter_shardings(params: State, mesh: Mesh) -> State:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the placement of a global batch [A, M, L]: rows over the batch shards, tokens over context."""
+    """Returns the placement of a global batch [A, M, L]: rows over the batch shards, tokens over
+    context.
+    """
     return NamedSharding(mesh, P(None, BATCH_AXES, "context"))

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 
-State: TypeAlias = nnx.State[Hashable, Any]  # of a model: names to further states, and in the end to its variables
+# of a model: names to further states, and in the end to its variables
+State: TypeAlias = nnx.State[Hashable, Any]
 Tree: TypeAlias = object  # a tree of arrays, shapes or shardings, which `jax.tree` alone looks into
 KeyPath: TypeAlias = tuple[Hashable, ...]  # to a leaf of a tree
 TreeOf = TypeVar("TreeOf")  # a tree that a function returns in the same form

@@ -1,1 +1,3 @@
-"""The batch algebra, exact and without JAX: mesh shape, stages, micro-batches, ramp, positions, rates."""
+"""The batch algebra, exact and without JAX: mesh shape, stages, micro-batches, ramp, positions,
+rates.
+"""

@@ -46,7 +46,8 @@ class Resume(NamedTuple):
     samples_seen: int = 0
     hosts: int | None = None  # None: unknown
     loading_hosts: int | None = None  # the hosts among them that read the data
-    samples_planned: int | None = None  # of `filter_groups`: the prompts of its batches; None: not stated
+    # of `filter_groups`: the prompts of its batches; None: not stated
+    samples_planned: int | None = None
 
 
 NEW_RUN = Resume()
@@ -55,9 +56,15 @@ NEW_RUN = Resume()
 def check_batch_keys(config: PlanConfig) -> None:
     """Raises ConfigError for batch keys of pre-training that break a rule on any devices."""
     if config.recipe.is_sampled:
-        rule = "counts prompts, which maxbatch rl trains on; the samples of an update are global_batch_size"
+        rule = (
+            "counts prompts, which maxbatch rl trains on; the samples of an update are "
+            "global_batch_size"
+        )
         prompts = config.prompts.batch_size
-        works = f"batch_size=null global_batch_size={prompts} and a dataset of documents, or maxbatch rl"
+        works = (
+            f"batch_size=null global_batch_size={prompts} and a dataset of documents, or maxbatch "
+            "rl"
+        )
         raise ConfigError(f"batch_size={prompts}: {rule}; works: {works}")
     expansion_factor(config, num_hosts=None)
     if config.ramp.enable_rampup_batch_size:
@@ -68,11 +75,12 @@ def check_batch_keys(config: PlanConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """Every number of the batch of one run on given devices and hosts; its fields are those of `to_dict`.
+    """Every number of the batch of one run on given devices and hosts; its fields are those of
+    `to_dict`.
 
-    Top-level numbers are the last stage's. Counts are samples (rows) unless stated otherwise. In reinforcement
-    learning (`rl`) rows are prompt-response pairs, while the length of the run (`total_samples`, epochs, positions)
-    counts prompts.
+    Top-level numbers are the last stage's. Counts are samples (rows) unless stated otherwise. In
+    reinforcement learning (`rl`) rows are prompt-response pairs, while the length of the run
+    (`total_samples`, epochs, positions) counts prompts.
     """
 
     num_devices: int
@@ -152,11 +160,17 @@ class BatchPlan:
 
     @classmethod
     def _on(
-        cls, config: PlanConfig, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
+        cls,
+        config: PlanConfig,
+        meshes: RunMeshes,
+        num_hosts: int,
+        samples_per_epoch: int | None,
+        resume: Resume,
     ) -> BatchPlan:
         if config.evaluation.eval_tasks and num_hosts > 1:
             rule = (
-                f"must be empty on {num_hosts} hosts, since one host scores tasks; maxbatch evaluate scores checkpoints"
+                f"must be empty on {num_hosts} hosts, since one host scores tasks; maxbatch "
+                "evaluate scores checkpoints"
             )
             raise Refusal(config, "eval_tasks", rule, {"eval_tasks": ""})
         e = expansion_factor(config, num_hosts, resume)
@@ -165,7 +179,9 @@ class BatchPlan:
         check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
-        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2], resume.samples_planned)
+        manager = RampupBatchManager.on_devices(
+            config, unit, rl, samples_per_epoch, resume[:2], resume.samples_planned
+        )
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:
@@ -174,7 +190,9 @@ class BatchPlan:
         slots = config.slots_per_sample
         parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
-        epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)
+        epoch_batches = samples_per_epoch and -(
+            -samples_per_epoch * manager.rows_per_sample // batch
+        )
         is_ramp, ramp = len(manager.stages) > 1, config.ramp.enable_rampup_batch_size and not rl
         return cls(
             num_devices=meshes.num_devices,
@@ -187,7 +205,9 @@ class BatchPlan:
             num_replicas=meshes.training.num_replicas,
             per_replica_batch_size=plain_number(Fraction(batch, meshes.training.num_replicas)),
             samples_per_host=plain_number(Fraction(batch, num_hosts)),
-            rows_per_loading_host=plain_number(_rows_per_loading_host(last, meshes.training, num_hosts, e, rl)),
+            rows_per_loading_host=plain_number(
+                _rows_per_loading_host(last, meshes.training, num_hosts, e, rl)
+            ),
             global_batch_size_to_load=rl.batch_size if rl else int(batch * max(Fraction(1), e)),
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=unit.batch_shards,
@@ -202,7 +222,8 @@ class BatchPlan:
             slots_per_sample=config.slots_per_sample,
             tokens_per_step=batch // manager.num_minibatches * slots,
             padded_slots_per_step=last.padded_slots_per_step,
-            padded_share=last.padded_slots_per_step / (batch // manager.num_minibatches + last.padded_slots_per_step),
+            padded_share=last.padded_slots_per_step
+            / (batch // manager.num_minibatches + last.padded_slots_per_step),
             total_steps=manager.total_steps,
             total_samples=total,
             total_tokens=None if total is None else total * manager.rows_per_sample * slots,
@@ -222,7 +243,9 @@ class BatchPlan:
             rl=rl,
             experts=ExpertGroups.if_any(config.model, meshes.training, micro // parts, slots),
             sample=config.recipe.unit,
-            decays=tuple(map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))),
+            decays=tuple(
+                map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))
+            ),
             manager=manager,
             meshes=meshes,
         )
@@ -239,17 +262,31 @@ class BatchPlan:
 
     def tokens_of(self, stage: int) -> int:
         """Returns the tokens (slots) of an update in a stage."""
-        return self.stages[stage].global_batch_size // self.manager.num_minibatches * self.slots_per_sample
+        return (
+            self.stages[stage].global_batch_size
+            // self.manager.num_minibatches
+            * self.slots_per_sample
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the object of `maxbatch plan --json`: whole numbers as int, fractions as float."""
+        """Returns the object of `maxbatch plan --json`: whole numbers as int, fractions as
+        float.
+        """
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
         plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
-        plan |= {name: _json(value) for name, value in self.experts._asdict().items()} if self.experts else {}
+        plan |= (
+            {name: _json(value) for name, value in self.experts._asdict().items()}
+            if self.experts
+            else {}
+        )
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
-            {name: _json(value) for name, value in self.stages[number]._asdict().items() if name != "threshold"}
+            {
+                name: _json(value)
+                for name, value in self.stages[number]._asdict().items()
+                if name != "threshold"
+            }
             | {"tokens_per_step": self.tokens_of(number)}
             | self.decays[number]._asdict()
             for number in self.manager.listed
@@ -257,10 +294,12 @@ class BatchPlan:
         return plan
 
     def samples_of(self, stage: int, micro_batch: int, shard: int) -> tuple[int, int]:
-        """Returns (first, end): a batch shard of a micro-batch of a stage holds `stream[s + first : s + end]`.
+        """Returns (first, end): a batch shard of a micro-batch of a stage holds `stream[s + first :
+        s + end]`.
 
-        Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part. In
-        reinforcement learning they are pairs of the batch, and every mini-batch has micro-batches of its own.
+        Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th
+        part. In reinforcement learning they are pairs of the batch, and every mini-batch has
+        micro-batches of its own.
         """
         own, updates = self.stages[stage], self.manager.num_minibatches
         rows = own.micro_batch_size_to_train_on // self.batch_shards
@@ -284,8 +323,11 @@ def _json(number: Number | None) -> int | float | None:
     return number
 
 
-def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
-    """Returns e, checked against the present hosts (None: unknown) and those that wrote the checkpoint.
+def expansion_factor(
+    config: PlanConfig, num_hosts: int | None, resume: Resume = NEW_RUN
+) -> Fraction:
+    """Returns e, checked against the present hosts (None: unknown) and those that wrote the
+    checkpoint.
 
     Raises:
       ConfigError: e is invalid, or invalid with these hosts; the message names a valid one.
@@ -312,21 +354,26 @@ def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume =
     raise Refusal(config, key, rule, {key: works})
 
 
-def _rows_per_loading_host(stage: Stage, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None) -> Fraction:
-    """Returns the rows that the first loading host reads per update: the batch shards on its devices.
+def _rows_per_loading_host(
+    stage: Stage, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None
+) -> Fraction:
+    """Returns the rows that the first loading host reads per update: the batch shards on its
+    devices.
 
-    Other hosts may read fewer if the last pass ends in padding. With load expansion it reads e times its share. In
-    reinforcement learning every host reads all prompts of a batch.
+    Other hosts may read fewer if the last pass ends in padding. With load expansion it reads e
+    times its share. In reinforcement learning every host reads all prompts of a batch.
     """
     if rl:
         return Fraction(rl.batch_size)
     batch = stage.global_batch_size
     if e > 1:
         return batch * e / num_hosts
-    near = mesh.ici if mesh.num_slices > 1 else mesh.sizes  # of one slice, the devices of all axes follow one another
+    # of one slice, the devices of all axes follow one another
+    near = mesh.ici if mesh.num_slices > 1 else mesh.sizes
     together = math.prod(size for axis, size in near.items() if axis not in BATCH_AXES)
     shards = min(mesh.batch_shards, -(-mesh.num_devices // num_hosts // together))
-    of_host = Fraction(stage.micro_batch_size_to_train_on * shards, mesh.batch_shards)  # in one pass
+    # in one pass
+    of_host = Fraction(stage.micro_batch_size_to_train_on * shards, mesh.batch_shards)
     full_passes = stage.gradient_accumulation_steps - 1
     in_last = Fraction(batch - full_passes * stage.micro_batch_size_to_train_on)
     return full_passes * of_host + min(of_host, in_last)
@@ -335,13 +382,16 @@ def _rows_per_loading_host(stage: Stage, mesh: MeshShape, num_hosts: int, e: Fra
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:
     """Returns the share of its time that a stage waits, S - 1 of M x R + S - 1 ticks.
 
-    Reference: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, as a share of all ticks.
+    Reference: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, as a share of
+    all ticks.
     """
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
 def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> int:
-    """Returns the samples of one eval pass: the stated number, else a training pass (a chunk, or p x N)."""
+    """Returns the samples of one eval pass: the stated number, else a training pass (a chunk, or p
+    x N).
+    """
     key = "eval_per_device_batch_size"
     if not config[key]:
         most = chunk or math.floor(pass_rows(config, unit.num_devices))
@@ -349,26 +399,39 @@ def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> 
     p = exact(config[key])
     rows = p * unit.num_devices
     if rows % unit.rows:
-        rule = f"x {unit.num_devices} devices = {in_words(rows)} samples must be divisible by {unit}"
-        raise Refusal(config, key, rule, {key: nearest_multiple(p, unit.rows_per_device, MOST_ROWS)})
+        rule = (
+            f"x {unit.num_devices} devices = {in_words(rows)} samples must be divisible by {unit}"
+        )
+        raise Refusal(
+            config, key, rule, {key: nearest_multiple(p, unit.rows_per_device, MOST_ROWS)}
+        )
     return int(rows)
 
 
-def _epochs(config: PlanConfig, total_samples: int | None, samples_per_epoch: int | None) -> float | None:
+def _epochs(
+    config: PlanConfig, total_samples: int | None, samples_per_epoch: int | None
+) -> float | None:
     if total_samples is not None and samples_per_epoch is not None:
         return total_samples / samples_per_epoch
     return None if config.length.num_epochs is None else float(config.length.num_epochs)
 
 
-def _repeats(manager: RampupBatchManager, samples_per_epoch: int | None, unit: str) -> tuple[str, ...]:
+def _repeats(
+    manager: RampupBatchManager, samples_per_epoch: int | None, unit: str
+) -> tuple[str, ...]:
     """Returns a warning about a batch that holds the same samples several times."""
-    most = max(manager.stages[number].global_batch_size for number in manager.listed) // manager.rows_per_sample
+    most = (
+        max(manager.stages[number].global_batch_size for number in manager.listed)
+        // manager.rows_per_sample
+    )
     if not samples_per_epoch or most <= samples_per_epoch:
         return ()
     times = most // samples_per_epoch
     often = "some of them twice" if times == 1 else f"each of them {times} times or more"
     epoch = counted(samples_per_epoch, unit)
-    return (f"a batch of {most:,} {unit}s is larger than an epoch of {epoch}: an update holds {often}",)
+    return (
+        f"a batch of {most:,} {unit}s is larger than an epoch of {epoch}: an update holds {often}",
+    )
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:

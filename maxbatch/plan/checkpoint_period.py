@@ -1,8 +1,8 @@
 """The best checkpoint period for a rate of failures.
 
-δ: seconds that a checkpoint delays training. M: mean seconds between failures. τ: seconds of training between
-two checkpoints. A period costs δ / τ of the time in checkpoints and, at a failure, half of it in updates that are
-trained again: τ / 2M.
+δ: seconds that a checkpoint delays training. M: mean seconds between failures. τ: seconds of
+training between two checkpoints. A period costs δ / τ of the time in checkpoints and, at a failure,
+half of it in updates that are trained again: τ / 2M.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class CheckpointPeriod(NamedTuple):
     step_seconds: float | None  # None: unknown
     young_seconds: float
     daly_seconds: float
-    checkpoint_period: int | None  # Daly's period in updates, at least 1; None if the time of an update is unknown
-    lost_share: float  # of the time, in checkpoints, updates trained again and, if their time is known, restarts
+    # Daly's period in updates, at least 1; None if the time of an update is unknown
+    checkpoint_period: int | None
+    # of the time, in checkpoints, updates trained again and, if their time is known, restarts
+    lost_share: float
     restart_seconds: float | None  # None: unknown
 
 
@@ -59,7 +61,13 @@ def period_for(
     failures_per_day: float, save_s: float | None, step_s: float | None, measured: MeasuredTimes
 ) -> CheckpointPeriod:
     """Returns the period for a rate of failures; stated times override measured ones."""
-    source = "assumed" if save_s is None and measured.save_s is None else "measured" if save_s is None else "stated"
+    source = (
+        "assumed"
+        if save_s is None and measured.save_s is None
+        else "measured"
+        if save_s is None
+        else "stated"
+    )
     save = save_s or measured.save_s or ASSUMED_SAVE_S
     step = step_s or measured.step_s
     between = DAY_S / failures_per_day
@@ -68,9 +76,17 @@ def period_for(
     applied = seconds if updates is None or step is None else updates * step
     lost = save / (applied + save) + (applied / 2 + (measured.restart_s or 0.0)) / between
     return CheckpointPeriod(
-        failures_per_day, between, save, source, step, young(save, between), seconds, updates, min(1.0, lost),
+        failures_per_day,
+        between,
+        save,
+        source,
+        step,
+        young(save, between),
+        seconds,
+        updates,
+        min(1.0, lost),
         measured.restart_s,
-    )  # fmt: skip
+    )
 
 
 def in_words(period: CheckpointPeriod) -> str:
@@ -80,6 +96,6 @@ def in_words(period: CheckpointPeriod) -> str:
     lost = "checkpoints, lost updates" + ("" if period.restart_seconds is None else " and restarts")
     return (
         f"checkpoint period for {period.failures_per_day:g} failures a day and {of_save}: "
-        f"{period.daly_seconds:,.0f} s{updates} (Daly 2006; Young 1974: {period.young_seconds:,.0f} s); "
-        f"{lost} cost {period.lost_share:.2%} of the time"
+        f"{period.daly_seconds:,.0f} s{updates} (Daly 2006; Young 1974: "
+        f"{period.young_seconds:,.0f} s); {lost} cost {period.lost_share:.2%} of the time"
     )

@@ -25,7 +25,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def nearest_divisor(number: int, near: int, unit: int = 1) -> int | None:
-    """Returns the divisor of number nearest to `near` of those that are multiples of unit, or None."""
+    """Returns the divisor of number nearest to `near` of those that are multiples of unit, or
+    None.
+    """
     if number < 1 or number % unit:
         return None
     return min((unit * d for d in divisors(number // unit)), key=lambda d: abs(d - near))
@@ -59,7 +61,9 @@ def _factor(number: int) -> int:
 
 
 def _is_prime(number: int) -> bool:
-    """Returns whether a number without divisors below _TRIAL_DIVISORS is prime (Miller 1976, Rabin 1980)."""
+    """Returns whether a number without divisors below _TRIAL_DIVISORS is prime (Miller 1976, Rabin
+    1980).
+    """
     if number < _TRIAL_DIVISORS**2:
         return True
     twos = ((number - 1) & (1 - number)).bit_length() - 1

@@ -1,6 +1,7 @@
 """The experts of a run's devices: how many a device holds, and the tokens of one product. No JAX.
 
-The devices along the experts axis are a group: each holds some of the experts, and computes them for the rows of all.
+The devices along the experts axis are a group: each holds some of the experts, and computes them
+for the rows of all.
 """
 
 from __future__ import annotations
@@ -24,23 +25,36 @@ class ExpertGroups(NamedTuple):
 
     expert_group_size: int  # devices along the experts axis
     experts_per_device: int  # of each layer
-    expert_bytes_per_device: int  # of the experts' weights in the state of a device; an optimizer's moments are more
+    # of the experts' weights in the state of a device; an optimizer's moments are more
+    expert_bytes_per_device: int
     rows_per_expert_group: Number  # of all devices of the group in one pass
     choices_per_expert: Number  # of these rows, if the experts share them evenly
 
     @classmethod
-    def if_any(cls, model: ModelConfig, shape: MeshShape, rows: int, length: int) -> ExpertGroups | None:
-        """Returns the numbers for one pass over so many rows on all devices; None for a dense model."""
+    def if_any(
+        cls, model: ModelConfig, shape: MeshShape, rows: int, length: int
+    ) -> ExpertGroups | None:
+        """Returns the numbers for one pass over so many rows on all devices; None for a dense
+        model.
+        """
         if model.num_experts == 1:
             return None
         sizes = shape.sizes
         of_group = Fraction(rows * sizes["expert"], shape.batch_shards)
-        choices = of_group * Fraction(length, sizes["context"]) * model.num_experts_per_tok / model.num_experts
+        choices = (
+            of_group
+            * Fraction(length, sizes["context"])
+            * model.num_experts_per_tok
+            / model.num_experts
+        )
         values = sum(_of_device(row, model, sizes) for row in parameters(model) if row.per_expert)
         return cls(
-            sizes["expert"], model.num_experts // sizes["expert"], values * _BYTES[model.weight_dtype],
-            plain_number(of_group), plain_number(choices),
-        )  # fmt: skip
+            sizes["expert"],
+            model.num_experts // sizes["expert"],
+            values * _BYTES[model.weight_dtype],
+            plain_number(of_group),
+            plain_number(choices),
+        )
 
 
 def _of_device(row: Parameter, model: ModelConfig, sizes: Mapping[str, int]) -> int:

@@ -1,7 +1,9 @@
-"""A plan in other frameworks' words: the settings there that give the same update. `docs/batch-size.md` explains them.
+"""A plan in other frameworks' words: the settings there that give the same update.
+`docs/batch-size.md` explains them.
 
-R data-parallel replicas (`batch_shards`), N devices, M micro-batch, g accumulation steps, B = M x g global batch,
-m pipeline microbatches. Where a model spans several devices, the other frameworks count replicas, not devices.
+R data-parallel replicas (`batch_shards`), N devices, M micro-batch, g accumulation steps, B = M x g
+global batch, m pipeline microbatches. Where a model spans several devices, the other frameworks
+count replicas, not devices.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ class FrameworkSettings(NamedTuple):
     framework: str
     settings: str  # the settings, by the framework's own names
     update: str  # its name for the samples of one update, and their number
-    ramp: tuple[str, ...] = ()  # ways to write the stages; empty if the batch is constant or cannot ramp
+    # ways to write the stages; empty if the batch is constant or cannot ramp
+    ramp: tuple[str, ...] = ()
 
 
 def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
-    """Returns the settings of each framework for a plan from the start of its run; for a ramp, its last stage."""
+    """Returns the settings of each framework for a plan from the start of its run; for a ramp, its
+    last stage.
+    """
     replicas, g = plan.batch_shards, plan.gradient_accumulation_steps
     batch, micro = plan.global_batch_size_to_train_on, plan.micro_batch_size_to_train_on
     rows = micro // replicas
@@ -44,8 +49,12 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
         return (_maxbatch(plan),)  # no other framework pads a batch
     return (
         _maxbatch(plan),
-        FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
-        FrameworkSettings("PyTorch DataParallel", f"DataLoader(batch_size={micro}){divided}", f"batch={batch}"),
+        FrameworkSettings(
+            "PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"
+        ),
+        FrameworkSettings(
+            "PyTorch DataParallel", f"DataLoader(batch_size={micro}){divided}", f"batch={batch}"
+        ),
         FrameworkSettings("Keras fit", keras, global_batch),
         FrameworkSettings("TensorFlow MirroredStrategy", strategy, global_batch),
         FrameworkSettings("Hugging Face Trainer", trainer, f"total train batch size={batch}"),
@@ -60,8 +69,8 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
 def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     """Returns the settings for a batch of prompts; `docs/rl.md` explains them.
 
-    verl's mini-batch counts prompts. If the plan has filtered groups, mini-batches or sampling ahead, frameworks
-    without a setting for them are left out.
+    verl's mini-batch counts prompts. If the plan has filtered groups, mini-batches or sampling
+    ahead, frameworks without a setting for them are left out.
     """
     group, iterations = rl.num_generations, rl.num_iterations
     pairs = rl.minibatch_size * group  # of an update
@@ -71,24 +80,34 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     if rl.off_policy_steps:
         sizes += f" off_policy_steps={rl.off_policy_steps}"
     chunks = (
-        f"train_micro_batch_size={rl.train_micro_batch_size} rollout_micro_batch_size={rl.rollout_micro_batch_size}"
+        f"train_micro_batch_size={rl.train_micro_batch_size} "
+        f"rollout_micro_batch_size={rl.rollout_micro_batch_size}"
     )
-    of_generation = f" steps_per_generation={rl.num_micro_batches}" if rl.num_minibatches > 1 else ""
+    of_generation = (
+        f" steps_per_generation={rl.num_micro_batches}" if rl.num_minibatches > 1 else ""
+    )
     trl = (
         f"per_device_train_batch_size={rows} {passes}{of_generation} num_generations={group} "
         f"num_iterations={iterations}"
     )
-    axolotl = f"micro_batch_size: {rows}, {passes.replace('=', ': ')}, trl.num_generations: {group}, "
+    axolotl = (
+        f"micro_batch_size: {rows}, {passes.replace('=', ': ')}, trl.num_generations: {group}, "
+    )
     actor = "actor_rollout_ref.actor.ppo_"
     verl = (
         f"data.train_batch_size={rl.batch_size} actor_rollout_ref.rollout.n={group} "
-        f"{actor}mini_batch_size={rl.minibatch_size} {actor}micro_batch_size_per_gpu={rows} {actor}epochs={iterations}"
+        f"{actor}mini_batch_size={rl.minibatch_size} {actor}micro_batch_size_per_gpu={rows} "
+        f"{actor}epochs={iterations}"
     )
     own = f"{sizes} micro_batch_size={rl.micro_batch_size}"
     own += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
     most = rl.max_prompts_per_batch
     own += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
-    update = f"effective_batch_size / {rl.num_minibatches}" if rl.num_minibatches > 1 else "effective_batch_size"
+    update = (
+        f"effective_batch_size / {rl.num_minibatches}"
+        if rl.num_minibatches > 1
+        else "effective_batch_size"
+    )
     own += " batch_padding=true" if _is_padded(plan) else ""
     found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
     if _is_padded(plan):
@@ -102,25 +121,34 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
         found.append(FrameworkSettings("Axolotl (rl: grpo)", words, f"completions={pairs}"))
     if not rl.off_policy_steps and (not most or most % rl.batch_size == 0):
         filters = "algorithm.filter_groups."
-        verl += f" {filters}enable=true {filters}max_num_gen_batches={most // rl.batch_size}" if most else ""
+        verl += (
+            f" {filters}enable=true {filters}max_num_gen_batches={most // rl.batch_size}"
+            if most
+            else ""
+        )
         found.append(FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"))
     return tuple(found)
 
 
 def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
-    """Returns (first batch, increment, samples until the last stage) of a ramp in equal steps; else None."""
+    """Returns (first batch, increment, samples until the last stage) of a ramp in equal steps; else
+    None.
+    """
     if len(stages) < 2:
         return None
     start, apart = stages[0].global_batch_size, stages[1].threshold
     rise = stages[1].global_batch_size - start
     regular = all(
-        stage.global_batch_size == start + i * rise and stage.threshold == i * apart for i, stage in enumerate(stages)
+        stage.global_batch_size == start + i * rise and stage.threshold == i * apart
+        for i, stage in enumerate(stages)
     )
     return (start, rise, stages[-1].threshold) if regular and rise > 0 else None
 
 
 def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the batch stated globally, valid on any number of devices; p is then the most rows of a pass."""
+    """Returns the batch stated globally, valid on any number of devices; p is then the most rows of
+    a pass.
+    """
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
     settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
     settings += " batch_padding=true" if _is_padded(plan) else ""
@@ -134,7 +162,9 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
 
 
 def _deepspeed(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the settings of DeepSpeed, whose accumulation steps are the microbatches of its pipeline."""
+    """Returns the settings of DeepSpeed, whose accumulation steps are the microbatches of its
+    pipeline.
+    """
     steps = plan.gradient_accumulation_steps * _parts(plan)
     batch = plan.global_batch_size_to_train_on
     rows = batch // steps // plan.batch_shards
@@ -144,7 +174,9 @@ def _deepspeed(plan: BatchPlan) -> FrameworkSettings:
 
 
 def _megatron(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline: one size for all stages."""
+    """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline: one size
+    for all stages.
+    """
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
     settings = f"--micro-batch-size {micro // _parts(plan) // plan.batch_shards}"
@@ -154,7 +186,9 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
     ramp = [f'--step-batch-size-schedule "{_schedule(plan, plan.slots_per_sample)}"']
     if linear := linear_ramp(plan.stages):
         start, rise, samples = linear
-        older = f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"
+        older = (
+            f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"
+        )
         ramp.append(f"older releases: {older}")
     return FrameworkSettings("Megatron-LM", settings, update, tuple(ramp))
 
@@ -166,15 +200,25 @@ def _nemo(plan: BatchPlan) -> FrameworkSettings:
     rows = micro // _parts(plan) // plan.batch_shards
     settings = f"model.micro_batch_size={rows} model.global_batch_size={batch}"
     linear = linear_ramp(plan.stages)
-    ramp = f"model.rampup_batch_size=[{linear[0]},{linear[1]},{math.ceil(linear[2])}]" if linear else ""
-    return FrameworkSettings("NeMo", settings, f"global batch size={batch}", (ramp,) if ramp else ())
+    ramp = (
+        f"model.rampup_batch_size=[{linear[0]},{linear[1]},{math.ceil(linear[2])}]"
+        if linear
+        else ""
+    )
+    return FrameworkSettings(
+        "NeMo", settings, f"global batch size={batch}", (ramp,) if ramp else ()
+    )
 
 
 def _maxtext(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the same keys. MaxText loads at least one row per device, and its ramp leaves out accumulation."""
+    """Returns the same keys. MaxText loads at least one row per device, and its ramp leaves out
+    accumulation.
+    """
     devices, steps = plan.num_devices, plan.gradient_accumulation_steps
     batch, micro = plan.global_batch_size_to_train_on, plan.micro_batch_size_to_train_on
-    settings = f"per_device_batch_size={_decimal(micro, devices)} gradient_accumulation_steps={steps}"
+    settings = (
+        f"per_device_batch_size={_decimal(micro, devices)} gradient_accumulation_steps={steps}"
+    )
     if plan.num_pipeline_stages > 1:
         settings += f" num_pipeline_microbatches={plan.num_pipeline_microbatches}"
     update = f"global_batch_size_to_train_on={batch}"
@@ -189,7 +233,8 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
         return FrameworkSettings("MaxText", settings, update)
     ramp = (
         f"enable_rampup_batch_size=true per_device_batch_size_start={_decimal(start, devices)} "
-        f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}"
+        f"per_device_batch_size_increment={_decimal(rise, devices)} "
+        f"global_rampup_samples={math.ceil(samples)}"
     )
     return FrameworkSettings("MaxText", settings, update, (ramp,))
 
@@ -205,11 +250,15 @@ def _parts(plan: BatchPlan) -> int:
 
 def _schedule(plan: BatchPlan, unit: int = 1) -> str:
     """Returns the stages as "0:256 100000:512", thresholds in samples, times unit."""
-    return schedule_text((math.ceil(one.threshold) * unit, one.global_batch_size) for one in plan.stages)
+    return schedule_text(
+        (math.ceil(one.threshold) * unit, one.global_batch_size) for one in plan.stages
+    )
 
 
 def _decimal(rows: int, devices: int) -> str:
-    """Returns rows / devices as the shortest decimal whose product with devices truncates to rows."""
+    """Returns rows / devices as the shortest decimal whose product with devices truncates to
+    rows.
+    """
     value = plain_number(Fraction(rows, devices))
     if isinstance(value, Fraction):
         value = rows / devices

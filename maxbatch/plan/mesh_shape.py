@@ -1,4 +1,6 @@
-"""The meshes of a run as numbers: how many devices each axis has, within a slice and over slices. No JAX."""
+"""The meshes of a run as numbers: how many devices each axis has, within a slice and over slices.
+No JAX.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
 # The key of the dimension of the model that an axis splits. The axis must divide it.
 _SPLIT = {
     "expert": "num_experts",
-    "tensor": "base_num_query_heads", "context": "max_target_length", "pipeline": "base_num_decoder_layers",
-}  # fmt: skip
+    "tensor": "base_num_query_heads",
+    "context": "max_target_length",
+    "pipeline": "base_num_decoder_layers",
+}
 # The keys of the two axes of the mesh that samples, where they are stated.
 _OF_SAMPLING = {"data": "rollout_data_parallelism", "tensor": "rollout_tensor_parallelism"}
 _SHARES = ("trainer_devices_fraction", "sampler_devices_fraction")
@@ -46,8 +50,8 @@ class MeshShape:
     def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1) -> MeshShape:
         """Resolves `ici_*_parallelism` and `dcn_*_parallelism` for N devices over all slices.
 
-        With 1 slice the dcn sizes are further factors of the axes, so that a mesh over slices can be planned and
-        simulated on a machine without slices.
+        With 1 slice the dcn sizes are further factors of the axes, so that a mesh over slices can
+        be planned and simulated on a machine without slices.
 
         Raises:
           ConfigError: the sizes do not multiply to the devices, or two axes of a network are -1.
@@ -58,9 +62,14 @@ class MeshShape:
             sizes = {axis: max(1, config[axis_key("dcn", axis)]) for axis in AXES}
             slices = math.prod(sizes.values())
             if num_devices % slices:
-                rule = f"the dcn axes multiply to {slices}, which must divide the {num_devices} devices"
+                rule = (
+                    f"the dcn axes multiply to {slices}, which must divide the {num_devices} "
+                    "devices"
+                )
                 largest = max(AXES, key=lambda axis: sizes[axis])
-                raise Refusal(config, axis_key("dcn", largest), rule, _smaller("dcn", sizes, num_devices))
+                raise Refusal(
+                    config, axis_key("dcn", largest), rule, _smaller("dcn", sizes, num_devices)
+                )
         dcn = _resolve(config, "dcn", slices, "slices")
         name = "devices" if slices == 1 else "devices of a slice"
         return cls(_resolve(config, "ici", num_devices // slices, name), dcn, num_slices)
@@ -81,7 +90,9 @@ class MeshShape:
 
     @property
     def num_replicas(self) -> int:
-        """Groups of devices that each hold the whole model between them: N / (tensor x context x pipeline)."""
+        """Groups of devices that each hold the whole model between them: N / (tensor x context x
+        pipeline).
+        """
         return self.num_devices // math.prod(self.sizes[axis] for axis in MODEL_AXES)
 
     @property
@@ -91,18 +102,22 @@ class MeshShape:
 
 
 class RunMeshes(NamedTuple):
-    """The mesh shapes of a run; equal unless reinforcement learning samples on another mesh or other devices."""
+    """The mesh shapes of a run; equal unless reinforcement learning samples on another mesh or
+    other devices.
+    """
 
     training: MeshShape
     sampling: MeshShape
     num_devices: int  # N, all devices of the run
 
     @classmethod
-    def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1, num_hosts: int = 1) -> RunMeshes:
+    def from_config(
+        cls, config: PlanConfig, num_devices: int, num_slices: int = 1, num_hosts: int = 1
+    ) -> RunMeshes:
         """Resolves the axis sizes on N devices in that many slices.
 
-        If some devices train and others sample, several hosts each divide their own devices, and one host of several
-        slices divides the slices.
+        If some devices train and others sample, several hosts each divide their own devices, and
+        one host of several slices divides the slices.
 
         Raises:
           ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
@@ -146,7 +161,9 @@ def check_divides(stated: str, number: int, num_devices: int) -> None:
     """
     if number < 1 or num_devices % number:
         works = largest_divisor(num_devices, number) or 1
-        raise ConfigError(f"{stated}{number}: must divide the {num_devices} devices; works: {stated}{works}")
+        raise ConfigError(
+            f"{stated}{number}: must divide the {num_devices} devices; works: {stated}{works}"
+        )
 
 
 def pipeline_microbatches(mesh: MeshConfig, num_stages: int) -> int:
@@ -169,7 +186,11 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
         if works:
             rule = f"the {axis} axis of {shape.sizes[axis]} must divide {_dimension(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
-    key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.mesh.num_pipeline_repeats
+    key, stages, repeats = (
+        "num_pipeline_repeats",
+        shape.num_pipeline_stages,
+        config.mesh.num_pipeline_repeats,
+    )
     most = num_stacked(config.model) // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
@@ -180,14 +201,21 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
 
 
 def check_sampler_fits(config: PlanConfig, shape: MeshShape) -> None:
-    """Raises ConfigError if an axis of the mesh that samples does not divide the dimension of the model it splits."""
+    """Raises ConfigError if an axis of the mesh that samples does not divide the dimension of the
+    model it splits.
+    """
     if not config.recipe.is_sampled or not _states_sampling(config):
         check_model_fits(config, shape)
     elif config.model.base_num_query_heads % shape.sizes["tensor"]:
         heads = _dimension(config, _SPLIT["tensor"])
         name = _OF_SAMPLING["data" if config[_OF_SAMPLING["tensor"]] == -1 else "tensor"]
-        rule = f"the {shape.sizes['tensor']} devices that share a copy of the weights must divide {heads}"
-        raise _sampling_refusal(config, name, rule, shape.sizes["tensor"], shape.num_devices, shape.num_slices)
+        rule = (
+            f"the {shape.sizes['tensor']} devices that share a copy of the weights must divide "
+            f"{heads}"
+        )
+        raise _sampling_refusal(
+            config, name, rule, shape.sizes["tensor"], shape.num_devices, shape.num_slices
+        )
 
 
 def _states_sampling(config: PlanConfig) -> bool:
@@ -195,7 +223,9 @@ def _states_sampling(config: PlanConfig) -> bool:
 
 
 def _sampling_shape(config: PlanConfig, num_devices: int, num_slices: int) -> MeshShape:
-    """Returns the mesh that samples, of N devices in that many slices: copies of the weights x devices of a copy."""
+    """Returns the mesh that samples, of N devices in that many slices: copies of the weights x
+    devices of a copy.
+    """
     per_slice = num_devices // num_slices
     data, tensor = (config[name] for name in _OF_SAMPLING.values())
     of_copy = num_devices // data if tensor == -1 else tensor
@@ -216,7 +246,9 @@ def _sampling_shape(config: PlanConfig, num_devices: int, num_slices: int) -> Me
 def _sampling_refusal(
     config: PlanConfig, name: str, rule: str, of_copy: int, num_devices: int, num_slices: int
 ) -> Refusal:
-    """Returns the refusal of a mesh that samples; it changes the keys that are stated to the nearest sizes."""
+    """Returns the refusal of a mesh that samples; it changes the keys that are stated to the
+    nearest sizes.
+    """
     most = math.gcd(config.model.base_num_query_heads, num_devices // num_slices)
     tensor = nearest_divisor(most, of_copy) or 1
     wanted = {_OF_SAMPLING["data"]: num_devices // tensor, _OF_SAMPLING["tensor"]: tensor}
@@ -225,7 +257,9 @@ def _sampling_refusal(
 
 
 def _room(config: PlanConfig, axis: str) -> int:
-    """Returns the size of the model's dimension that an axis splits; of the pipeline: layers or cycles of layers."""
+    """Returns the size of the model's dimension that an axis splits; of the pipeline: layers or
+    cycles of layers.
+    """
     if axis == "pipeline" and FAMILIES[config.model.decoder_block].layer_input_width:
         return 1
     return num_stacked(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
@@ -236,7 +270,10 @@ def _dimension(config: PlanConfig, name: str) -> str:
     dense, cycle = config.model.first_num_dense_layers, cycle_length(config.model)
     block = config.model.decoder_block
     if name == _SPLIT["pipeline"] and FAMILIES[block].layer_input_width:
-        return f"1 beside {stated(config, 'decoder_block')}, whose layers have inputs besides the stream"
+        return (
+            f"1 beside {stated(config, 'decoder_block')}, whose layers have inputs besides the "
+            "stream"
+        )
     if name == _SPLIT["pipeline"] and cycle > 1:
         return f"the {num_stacked(config.model)} cycles of {cycle} layers in {stated(config, name)}"
     if name != _SPLIT["pipeline"] or not dense:
@@ -250,7 +287,9 @@ def axis_key(net: str, axis: str) -> str:
 
 
 def _resolve(config: PlanConfig, net: str, total: int, name: str) -> dict[str, int]:
-    """Returns the size of each axis of a network ("ici" or "dcn") that has `total` devices or slices."""
+    """Returns the size of each axis of a network ("ici" or "dcn") that has `total` devices or
+    slices.
+    """
     sizes: dict[str, int] = {axis: config[axis_key(net, axis)] for axis in AXES}
     rest = [axis for axis in AXES if sizes[axis] == -1]
     if len(rest) > 1:
@@ -258,12 +297,18 @@ def _resolve(config: PlanConfig, net: str, total: int, name: str) -> dict[str, i
         raise Refusal(config, axis_key(net, rest[0]), f"only one {net} axis may be -1", works)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if total % fixed or (not rest and total != fixed):
-        raise _misfit(config, sizes, net, f"the {net} axes must multiply to the {total} {name}", total)
+        raise _misfit(
+            config, sizes, net, f"the {net} axes must multiply to the {total} {name}", total
+        )
     return sizes | dict.fromkeys(rest, total // fixed)
 
 
-def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
-    """Returns the refusal of sizes that do not multiply to total; it changes only one axis if that is enough."""
+def _misfit(
+    config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, total: int
+) -> Refusal:
+    """Returns the refusal of sizes that do not multiply to total; it changes only one axis if that
+    is enough.
+    """
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
     for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
@@ -279,7 +324,9 @@ def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, t
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
-    """Returns the sizes that change if each becomes a divisor of the total that earlier sizes leave."""
+    """Returns the sizes that change if each becomes a divisor of the total that earlier sizes
+    leave.
+    """
     works: dict[str, Value] = {}
     for axis, size in sizes.items():
         fits = math.gcd(size, total)
@@ -289,11 +336,15 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
     return works
 
 
-def _shared_out(config: PlanConfig, num_devices: int, per_slice: int, of_host: bool) -> tuple[int, int]:
-    """Returns how many devices train and how many others sample; with several slices, each part has whole slices.
+def _shared_out(
+    config: PlanConfig, num_devices: int, per_slice: int, of_host: bool
+) -> tuple[int, int]:
+    """Returns how many devices train and how many others sample; with several slices, each part has
+    whole slices.
 
     Args:
-      of_host: whether the devices are a host's; otherwise a slice's, where one host has several slices.
+      of_host: whether the devices are a host's; otherwise a slice's, where one host has several
+        slices.
     """
     whose = " of each host" if of_host else ""
     if num_devices == 1:
@@ -310,12 +361,14 @@ def _shared_out(config: PlanConfig, num_devices: int, per_slice: int, of_host: b
                 nearest = min(round(nearest / per_slice) * per_slice, num_devices - per_slice)
             slices = f", or of slices of {per_slice}," if per_slice != num_devices else ""
             rule = (
-                f"x {num_devices} devices{whose} = {in_words(count)} must be a whole number{slices} that leaves "
-                "devices to the others"
+                f"x {num_devices} devices{whose} = {in_words(count)} must be a whole "
+                f"number{slices} that leaves devices to the others"
             )
             raise Refusal(config, name, rule, {name: Fraction(nearest, num_devices)})
     trainers, samplers = (int(count) for count in counts.values())
     if trainers + samplers > num_devices:
         rule = f"with {stated(config, _SHARES[0])} must be at most 1 together, or both be 1"
-        raise Refusal(config, _SHARES[1], rule, {_SHARES[1]: Fraction(num_devices - trainers, num_devices)})
+        raise Refusal(
+            config, _SHARES[1], rule, {_SHARES[1]: Fraction(num_devices - trainers, num_devices)}
+        )
     return trainers, samplers

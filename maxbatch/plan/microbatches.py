@@ -1,4 +1,5 @@
-"""How the devices hold a stage: its micro-batch, its accumulation steps, and the error if they cannot.
+"""How the devices hold a stage: its micro-batch, its accumulation steps, and the error if they
+cannot.
 
 N devices, p rows per device, M micro-batch, B global batch = M x accumulation steps.
 """
@@ -38,15 +39,18 @@ _MOST_NAMED = 12
 
 
 class SplitStage(NamedTuple):
-    """A stage as it runs, split into micro-batches, in samples: batch = micro_batch x accumulation_steps.
+    """A stage as it runs, split into micro-batches, in samples: batch = micro_batch x
+    accumulation_steps.
 
-    With `batch_padding` it may be less, and the last micro-batch ends in rows of padding. micro_batch and
-    accumulation_steps are 0 where the devices cannot hold the stage; batch is 0 as well where it is not even whole.
+    With `batch_padding` it may be less, and the last micro-batch ends in rows of padding.
+    micro_batch and accumulation_steps are 0 where the devices cannot hold the stage; batch is 0 as
+    well where it is not even whole.
     """
 
     threshold: Fraction
     batch: int
-    micro_batch: int | Fraction  # a fraction where a sample is a prompt of several rows, and they are padded
+    # a fraction where a sample is a prompt of several rows, and they are padded
+    micro_batch: int | Fraction
     accumulation_steps: int
 
     @property
@@ -56,7 +60,9 @@ class SplitStage(NamedTuple):
 
 
 class MicrobatchUnit(NamedTuple):
-    """The samples that every micro-batch is a multiple of: the batch shards times the pipeline's microbatches."""
+    """The samples that every micro-batch is a multiple of: the batch shards times the pipeline's
+    microbatches.
+    """
 
     num_devices: int
     batch_shards: int
@@ -65,7 +71,9 @@ class MicrobatchUnit(NamedTuple):
 
     @classmethod
     def from_config(cls, config: PlanConfig, mesh: MeshShape) -> MicrobatchUnit:
-        """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError unless the stages divide it."""
+        """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError unless the
+        stages divide it.
+        """
         key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
         parts = pipeline_microbatches(config.mesh, stages)
         if parts % stages or parts > max(_MOST_PARTS, stages):
@@ -87,19 +95,30 @@ class MicrobatchUnit(NamedTuple):
     def __str__(self) -> str:
         if self.num_pipeline_microbatches == 1:
             return f"the {self.batch_shards} batch shards"
-        return f"{self.batch_shards} batch shards x {self.num_pipeline_microbatches} pipeline microbatches"
+        return (
+            f"{self.batch_shards} batch shards x {self.num_pipeline_microbatches} pipeline "
+            "microbatches"
+        )
 
 
-def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int) -> tuple[SplitStage, ...]:
-    """Returns how the stages of pre-training run on devices; stages before `samples_seen` need not fit.
+def split_stages(
+    config: PlanConfig, unit: MicrobatchUnit, samples_seen: int
+) -> tuple[SplitStage, ...]:
+    """Returns how the stages of pre-training run on devices; stages before `samples_seen` need not
+    fit.
 
     Raises:
-      ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage ahead evenly.
+      ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage
+        ahead evenly.
     """
     most_rows = math.floor(pass_rows(config, unit.num_devices))
     split = _padded if config.batch.batch_padding else _split
-    stages = tuple(split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices))
-    ahead = bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
+    stages = tuple(
+        split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices)
+    )
+    ahead = (
+        bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
+    )
     unheld = [i for i in range(ahead, len(stages)) if not stages[i].micro_batch]
     if not unheld:
         return stages
@@ -112,7 +131,9 @@ def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int) ->
 
 
 def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
-    """Returns a stage with the stated micro-batch, or with the largest one up to `most_rows` that divides it."""
+    """Returns a stage with the stated micro-batch, or with the largest one up to `most_rows` that
+    divides it.
+    """
     micro = stage.micro_batch
     if micro is None and stage.batch % unit.rows == 0:
         units = largest_divisor(int(stage.batch) // unit.rows, most_rows // unit.rows)
@@ -138,11 +159,15 @@ def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSt
 
 def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
     _, a, c = ramp_numbers(config)
-    named = first_of([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld], _MOST_NAMED)
+    named = first_of(
+        [f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld], _MOST_NAMED
+    )
     increment = stated(config, "per_device_batch_size_increment")
     micro = f"with {increment} every micro-batch ahead on {unit.num_devices} devices"
     rule = f"{micro} must be divisible by {unit.rows} ({unit}), but {named} cannot"
-    return Refusal(config, "per_device_batch_size_start", rule, nearest_ramp(config, unit.rows_per_device))
+    return Refusal(
+        config, "per_device_batch_size_start", rule, nearest_ramp(config, unit.rows_per_device)
+    )
 
 
 def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
@@ -155,8 +180,12 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     if micro.denominator != 1:
         return Refusal(config, key, f"{product} must be a whole number of samples", {key: works})
     if micro % shards:
-        return Refusal(config, key, f"{product} must be divisible by the {shards} batch shards", {key: works})
-    parts = nearest_divisor(int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages)
+        return Refusal(
+            config, key, f"{product} must be divisible by the {shards} batch shards", {key: works}
+        )
+    parts = nearest_divisor(
+        int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages
+    )
     rule = f"the micro-batch of {micro} must be divisible by {unit}"
     if parts:
         key = "num_pipeline_microbatches"
@@ -165,13 +194,16 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
 
 
 def _padded_batch(config: PlanConfig, micro: int, unit: MicrobatchUnit) -> dict[str, Value]:
-    """Returns settings that keep a batch whose passes of `micro` rows are too few for the pipeline: padded passes."""
+    """Returns settings that keep a batch whose passes of `micro` rows are too few for the pipeline:
+    padded passes.
+    """
     passes = config.batch.gradient_accumulation_steps
     batch: dict[str, Value] = {"global_batch_size": micro * (passes or 1), "batch_padding": True}
     if passes is not None:
         batch["gradient_accumulation_steps"] = None
     if micro < unit.rows:
-        batch["per_device_batch_size"] = unit.rows_per_device  # a pass must hold a row of every part
+        # a pass must hold a row of every part
+        batch["per_device_batch_size"] = unit.rows_per_device
     return batch
 
 
@@ -183,31 +215,46 @@ def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     assert batch is not None, "p follows from it"
     works: dict[str, Value] = {key: nearest_multiple(batch, unit.rows * g, MOST_SAMPLES)}
     if unit.rows * g > MOST_SAMPLES:
-        works = {"gradient_accumulation_steps": 1, key: nearest_multiple(batch, unit.rows, MOST_SAMPLES)}
-    return Refusal(config, key, rule, works if unit.rows <= MOST_SAMPLES else {"num_pipeline_microbatches": -1})
+        works = {
+            "gradient_accumulation_steps": 1,
+            key: nearest_multiple(batch, unit.rows, MOST_SAMPLES),
+        }
+    return Refusal(
+        config, key, rule, works if unit.rows <= MOST_SAMPLES else {"num_pipeline_microbatches": -1}
+    )
 
 
 def _unheld_batches(
     config: PlanConfig, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
 ) -> Refusal:
-    """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is not a multiple of it."""
+    """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is not a
+    multiple of it.
+    """
     most_rows = math.floor(pass_rows(config, unit.num_devices))
     p, parts = "per_device_batch_size", "num_pipeline_microbatches"
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
     common = math.gcd(*(batch for _, batch in batches[ahead:]))
     if config[parts] != -1 and common % (shards * pipeline) == 0 and shards * pipeline <= most_rows:
         one_pass = f"one pass ({stated(config, p)} x {unit.num_devices} devices)"
-        rule = f"{unit} = {unit.rows} samples must fit into {one_pass} and divide every global batch ahead"
+        rule = (
+            f"{unit} = {unit.rows} samples must fit into {one_pass} and divide every global batch "
+            "ahead"
+        )
         units, most = common // shards // pipeline, most_rows // shards // pipeline
         nearest = nearest_divisor(units, unit.num_pipeline_microbatches // pipeline) or 1
         works = pipeline * (nearest if nearest <= most else largest_divisor(units, most))
         return Refusal(config, parts, rule, {parts: works})
     if most_rows < unit.rows:
-        rule = f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass ({unit})"
+        rule = (
+            f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass "
+            f"({unit})"
+        )
         return Refusal(config, p, rule, {p: unit.rows_per_device})
     divisible = f"must be divisible by {unit.rows} ({unit})"
     rule = f"{divisible} unless batch_padding=true"
-    nearest_batches = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches[ahead:]]
+    nearest_batches = [
+        (t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches[ahead:]
+    ]
     fitting = [*batches[:ahead], *nearest_batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
@@ -215,7 +262,10 @@ def _unheld_batches(
         batch = tokens_text(fitting[0][1], config.slots_per_sample)
     if config.batch.batch_size_schedule is not None:
         named = first_of([f"stage {i} of {batches[i][1]}" for i in unheld], _MOST_NAMED)
-        rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true keeps every batch"
+        rule = (
+            f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true keeps "
+            "every batch"
+        )
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.slots_per_sample)
         if seesaw := Seesaw.if_stated(config):
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"

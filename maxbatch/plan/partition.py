@@ -1,9 +1,10 @@
 """The partition of parameters: which mesh axes split which of their dimensions. No JAX.
 
-A mesh axis splits only one dimension of a parameter, the first that lists it. The pipeline axis splits the layers of
-parameters that are stacked by layer, and the width of all others, because outside of the pipeline its devices share
-the work by rows. A dimension that its mesh axes do not divide stays whole. The fsdp axis then takes the largest
-dimension without an axis that it divides, so a width of 128 on 3 devices costs memory and not correctness.
+A mesh axis splits only one dimension of a parameter, the first that lists it. The pipeline axis
+splits the layers of parameters that are stacked by layer, and the width of all others, because
+outside of the pipeline its devices share the work by rows. A dimension that its mesh axes do not
+divide stays whole. The fsdp axis then takes the largest dimension without an axis that it divides,
+so a width of 128 on 3 devices costs memory and not correctness.
 """
 
 from __future__ import annotations
@@ -15,14 +16,37 @@ from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STA
 
 # Dimensions that the tensor axis splits, of parameters and activations alike.
 OVER_TENSOR = (
-    "vocab", "heads", "kv_heads", "global_kv_heads", "delta_key_heads", "delta_heads", "mlp", "kv_shared_mlp",
-    "shared_mlp", "moe_mlp", "gated_input",
-)  # fmt: skip
+    "vocab",
+    "heads",
+    "kv_heads",
+    "global_kv_heads",
+    "delta_key_heads",
+    "delta_heads",
+    "mlp",
+    "kv_shared_mlp",
+    "shared_mlp",
+    "moe_mlp",
+    "gated_input",
+)
 # Dimensions that no axis splits, of parameters and activations alike.
 WHOLE = (
-    "head_dim", "global_head_dim", "qk_dim", "v_dim", "key_and_value", "q_latent", "latent_and_key", "delta_key_dim",
-    "delta_value_dim", "convolution", "shared_gate", "decay_heads", "layer", "input_layers", "position", "router",
-)  # fmt: skip
+    "head_dim",
+    "global_head_dim",
+    "qk_dim",
+    "v_dim",
+    "key_and_value",
+    "q_latent",
+    "latent_and_key",
+    "delta_key_dim",
+    "delta_value_dim",
+    "convolution",
+    "shared_gate",
+    "decay_heads",
+    "layer",
+    "input_layers",
+    "position",
+    "router",
+)
 _NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "delta_norm", "input_norm")
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
@@ -36,7 +60,9 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def partition(names: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def partition(
+    names: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
     """Returns the mesh axes that split each dimension of a parameter.
 
     Args:
@@ -46,7 +72,9 @@ def partition(names: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str
     """
     taken: list[tuple[str, ...]] = []
     for name, size in zip(names, shape, strict=True):
-        wanted = tuple(axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken))
+        wanted = tuple(
+            axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken)
+        )
         wanted = tuple(axis for axis in wanted if axis != "expert" or sizes["expert"] > 1)
         if sizes["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
@@ -54,7 +82,9 @@ def partition(names: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str
             wanted = wanted[:-1]
         taken.append(wanted)
     if {"embed", "attended"} & set(names) and not any("fsdp" in axes for axes in taken):
-        whole = [(size, i) for i, size in enumerate(shape) if not taken[i] and names[i] not in STACKS]
+        whole = [
+            (size, i) for i, size in enumerate(shape) if not taken[i] and names[i] not in STACKS
+        ]
         fits = [(size, i) for size, i in whole if size % sizes["fsdp"] == 0]
         if fits:
             taken[max(fits)[1]] = ("fsdp",)

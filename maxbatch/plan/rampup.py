@@ -1,10 +1,13 @@
-"""The single source of the run's position: batch at a position, position after steps, steps, stages, the end.
+"""The single source of the run's position: batch at a position, position after steps, steps,
+stages, the end.
 
-The batch is a pure function of `samples_seen` at the start of a step. In reinforcement learning a sample is a prompt:
-positions count prompts, a stage's batch its prompt-response pairs, and a position advances after the last of a batch's
-updates. Within a stage the batch is constant, so everything here is O(stages), never O(steps).
+The batch is a pure function of `samples_seen` at the start of a step. In reinforcement learning a
+sample is a prompt: positions count prompts, a stage's batch its prompt-response pairs, and a
+position advances after the last of a batch's updates. Within a stage the batch is constant, so
+everything here is O(stages), never O(steps).
 
-This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08053) under MaxText's names.
+This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08053) under MaxText's
+names.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
 class Stage(NamedTuple):
     """A part of the run with one batch size.
 
-    A stage before a resume that these devices cannot hold has 0 micro-batches, and a batch of 0 if it is not whole.
+    A stage before a resume that these devices cannot hold has 0 micro-batches, and a batch of 0 if
+    it is not whole.
     """
 
     per_device_batch_size: Number  # rows per device in one pass, M / N
@@ -51,7 +55,9 @@ class Stage(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """One update of the plan: it trains on `num_rows` rows from sample `first_sample` of the stream on."""
+    """One update of the plan: it trains on `num_rows` rows from sample `first_sample` of the stream
+    on.
+    """
 
     step: int  # number of the update, from 1
     first_sample: int  # samples_seen before it
@@ -72,17 +78,21 @@ class _Visit(NamedTuple):
 class RampupBatchManager:
     """The batch over the whole run: a ramp, a schedule or a constant.
 
-    A step may straddle a threshold; it belongs to the stage in which it starts. If the plan from the start reaches the
-    anchor, the stages before it are planned as they ran. Otherwise their steps are unknown, and stages count from it.
+    A step may straddle a threshold; it belongs to the stage in which it starts. If the plan from
+    the start reaches the anchor, the stages before it are planned as they ran. Otherwise their
+    steps are unknown, and stages count from it.
     """
 
     split_stages: tuple[SplitStage, ...]  # including those that are skipped or never reached
-    anchor: tuple[int, int]  # (step, samples_seen) from which the run continues; (0, 0) at the start
+    # (step, samples_seen) from which the run continues; (0, 0) at the start
+    anchor: tuple[int, int]
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
     num_minibatches: (
-        int  # updates that a batch is cut into; the batch is used updates_per_batch / num_minibatches times
+        # updates that a batch is cut into; the batch is used updates_per_batch / num_minibatches
+        # times
+        int
     )
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
@@ -99,12 +109,15 @@ class RampupBatchManager:
         samples_per_epoch: int | None = None,
         anchor: tuple[int, int] = (0, 0),
     ) -> RampupBatchManager:
-        """Plans the batch of a run on N devices, from `anchor` on: the stages behind need not fit the devices.
+        """Plans the batch of a run on N devices, from `anchor` on: the stages behind need not fit
+        the devices.
 
-        `samples_per_epoch` counts the samples in one pass over the training split, where it is known.
+        `samples_per_epoch` counts the samples in one pass over the training split, where it is
+        known.
 
         Raises:
-          ConfigError: a ramp or schedule breaks its rule, the devices cannot hold a stage, lengths disagree.
+          ConfigError: a ramp or schedule breaks its rule, the devices cannot hold a stage, lengths
+            disagree.
         """
 
         def plan(tried: PlanConfig) -> RampupBatchManager:
@@ -119,8 +132,12 @@ class RampupBatchManager:
     def from_state(
         cls, config: PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
     ) -> RampupBatchManager:
-        """Plans the rest of a run from a state of `state_at`; the keywords are those of `from_config`."""
-        return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)
+        """Plans the rest of a run from a state of `state_at`; the keywords are those of
+        `from_config`.
+        """
+        return cls.from_config(
+            config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords
+        )
 
     @classmethod
     def on_devices(
@@ -134,8 +151,9 @@ class RampupBatchManager:
     ) -> RampupBatchManager:
         """Plans the rest of a run on devices whose unit and whose batch of pairs are known.
 
-        With `filter_groups` the plan counts the prompts of its batches, since those that are read are known only
-        afterwards: `samples_planned` until the anchor, or (None) as many as batches of today's size have.
+        With `filter_groups` the plan counts the prompts of its batches, since those that are read
+        are known only afterwards: `samples_planned` until the anchor, or (None) as many as batches
+        of today's size have.
         """
         if rl and rl.max_prompts_per_batch is not None:
             of_batches = anchor[0] // rl.updates_per_batch * rl.batch_size
@@ -156,7 +174,9 @@ class RampupBatchManager:
         if not manager._lengths_agree():
             names = ("train_samples", "train_tokens", "num_epochs")
             other = next(stated(config, name) for name in names if config[name] is not None)
-            raise Refusal(config, "steps", f"must agree with {other}, stated beside it", {"steps": None})
+            raise Refusal(
+                config, "steps", f"must agree with {other}, stated beside it", {"steps": None}
+            )
         return manager
 
     @property
@@ -178,8 +198,8 @@ class RampupBatchManager:
     def listed(self) -> tuple[int, ...]:
         """Numbers of the stages to list.
 
-        A stage without updates is listed if the config states it and the run could still reach it. Stages before an
-        anchor, whose updates are unknown, and those of a seesaw are not.
+        A stage without updates is listed if the config states it and the run could still reach it.
+        Stages before an anchor, whose updates are unknown, and those of a seesaw are not.
         """
         first = self._visits[0].stage
         with_updates = [number for number, stage in enumerate(self.stages) if stage.num_steps != 0]
@@ -188,16 +208,24 @@ class RampupBatchManager:
 
     @functools.cached_property
     def totals(self) -> tuple[int | None, int | None]:
-        """Updates and samples of the whole run, including those before the anchor; None where unknown."""
+        """Updates and samples of the whole run, including those before the anchor; None where
+        unknown.
+        """
         if self.data_end is not None:
             if self.anchor[1] >= self.data_end:
                 return self.anchor
-            visit = self._visits[bisect.bisect_left(self._visits, self.data_end, key=lambda v: v.sample) - 1]
+            visit = self._visits[
+                bisect.bisect_left(self._visits, self.data_end, key=lambda v: v.sample) - 1
+            ]
             batches = -(-(self.data_end - visit.sample) // self.split_stages[visit.stage].batch)
             return visit.step + batches * self.updates_per_batch, self.data_end
         if self.steps is None:
             return None, None
-        return (self.steps, self.position_after(self.steps)) if self.steps > self.anchor[0] else self.anchor
+        return (
+            (self.steps, self.position_after(self.steps))
+            if self.steps > self.anchor[0]
+            else self.anchor
+        )
 
     def stage_at(self, samples_seen: int) -> int:
         """Returns the index of the stage in which a step that starts at samples_seen runs.
@@ -207,12 +235,18 @@ class RampupBatchManager:
         """
         if samples_seen < 0:
             raise ValueError(f"sample {samples_seen} is before the start of the stream, 0")
-        return bisect.bisect_right(self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold) - 1
+        return (
+            bisect.bisect_right(
+                self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold
+            )
+            - 1
+        )
 
     def position_after(self, steps: int) -> int:
         """Returns samples_seen after `step` updates of the whole run.
 
-        A length in data ends the last batch; a length in steps does not: beyond it the plan continues.
+        A length in data ends the last batch; a length in steps does not: beyond it the plan
+        continues.
 
         Raises:
           ValueError: the step lies before an anchor that the plan from the start does not reach.
@@ -224,18 +258,23 @@ class RampupBatchManager:
         """Returns the updates that are complete when samples_seen samples have been trained on.
 
         Raises:
-          ValueError: the position lies before an anchor that the plan from the start does not reach.
+          ValueError: the position lies before an anchor that the plan from the start does not
+            reach.
         """
         self._check_ahead("sample", samples_seen, self._visits[0].sample)
         total = self.totals[0]
         if self.data_end is not None and samples_seen >= self.data_end and total is not None:
             return total
-        visit = self._visits[bisect.bisect_right(self._visits, samples_seen, key=lambda v: v.sample) - 1]
+        visit = self._visits[
+            bisect.bisect_right(self._visits, samples_seen, key=lambda v: v.sample) - 1
+        ]
         batches = (samples_seen - visit.sample) // self.split_stages[visit.stage].batch
         return visit.step + batches * self.updates_per_batch
 
     def state_at(self, step: int) -> dict[str, int]:
-        """Returns the plan's state in a checkpoint after `step` updates; plain integers for JSON."""
+        """Returns the plan's state in a checkpoint after `step` updates; plain integers for
+        JSON.
+        """
         return {"step": step, "samples_seen": self.position_after(step)}
 
     def batch_size_at(self, samples_seen: int) -> int:
@@ -243,7 +282,9 @@ class RampupBatchManager:
         return self.split_stages[self.stage_at(samples_seen)].batch * self.rows_per_sample
 
     def rows_at(self, samples_seen: int) -> int:
-        """Returns the real rows of the batch that starts at samples_seen, or of the rest of the run."""
+        """Returns the real rows of the batch that starts at samples_seen, or of the rest of the
+        run.
+        """
         batch = self.batch_size_at(samples_seen)
         if self.data_end is None:
             return batch
@@ -263,7 +304,10 @@ class RampupBatchManager:
 
     def _rows_of(self, step: int, first_sample: int) -> int:
         """Returns the real rows of an update, by its number from 1."""
-        rows, part = self.rows_at(first_sample), self.batch_size_at(first_sample) // self.num_minibatches
+        rows, part = (
+            self.rows_at(first_sample),
+            self.batch_size_at(first_sample) // self.num_minibatches,
+        )
         visit = self._visits[bisect.bisect_left(self._visits, step, key=lambda v: v.step) - 1]
         return max(0, min(part, rows - (step - 1 - visit.step) % self.num_minibatches * part))
 
@@ -292,12 +336,16 @@ class RampupBatchManager:
             ends = [after if total is None else min(after, total) for after, total in pairs]
         last_step, last_sample = ends
         return (
-            step, None if last_step is None else max(0, last_step - step),
-            sample, None if last_sample is None else max(0, last_sample - sample),
-        )  # fmt: skip
+            step,
+            None if last_step is None else max(0, last_step - step),
+            sample,
+            None if last_sample is None else max(0, last_sample - sample),
+        )
 
     def _lengths_agree(self) -> bool:
-        """Returns whether the two lengths, in updates and in data, end the run at the same update and sample."""
+        """Returns whether the two lengths, in updates and in data, end the run at the same update
+        and sample.
+        """
         if self.steps is None or self.data_end is None or self.anchor[1] >= self.data_end:
             return True
         by_data = dataclasses.replace(self, steps=None).totals
@@ -307,14 +355,19 @@ class RampupBatchManager:
     def _visits(self) -> tuple[_Visit, ...]:
         """The stages that the run passes through, from its start or from the anchor on."""
         visits = self._walk(0, 0)
-        is_whole = self.split_stages[visits[-1].stage].batch > 0 and not self.anchor[0] % self.updates_per_batch
+        is_whole = (
+            self.split_stages[visits[-1].stage].batch > 0
+            and not self.anchor[0] % self.updates_per_batch
+        )
         if is_whole and self._position_after(visits, self.anchor[0]) == self.anchor[1]:
             return visits
         return self._walk(*self.anchor)
 
     def _check_ahead(self, name: str, asked: int, first: int) -> None:
         if asked < first:
-            raise ValueError(f"{name} {asked} is before the anchor {self.anchor}; earlier steps are unknown")
+            raise ValueError(
+                f"{name} {asked} is before the anchor {self.anchor}; earlier steps are unknown"
+            )
 
     def _walk(self, step: int, sample: int) -> tuple[_Visit, ...]:
         visits = [_Visit(self.stage_at(sample), step, sample)]
@@ -331,7 +384,11 @@ class RampupBatchManager:
         visit = visits[bisect.bisect_right(visits, steps, key=lambda v: v.step) - 1]
         batches = (steps - visit.step) // self.updates_per_batch
         position = visit.sample + batches * self.split_stages[visit.stage].batch
-        return position if self.data_end is None else min(position, max(self.data_end, visits[0].sample))
+        return (
+            position
+            if self.data_end is None
+            else min(position, max(self.data_end, visits[0].sample))
+        )
 
 
 def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) -> tuple[float, ...]:
@@ -341,7 +398,8 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
     https://arxiv.org/abs/1404.5997.
 
     Raises:
-      ConfigError: adam_scaling leaves a beta that is not positive: 1 - (1 - beta) x batch / reference.
+      ConfigError: adam_scaling leaves a beta that is not positive: 1 - (1 - beta) x batch /
+        reference.
     """
     if seesaw := Seesaw.if_stated(config):
         return tuple(seesaw.rate_scale(stage.batch) for stage in stages)
@@ -355,5 +413,7 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
             has_reference = needed <= MOST_SAMPLES and not config.recipe.is_sampled
             works = {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"}
             raise Refusal(config, key, rule, works)
-    scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.rates.learning_rate_scaling]
+    scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[
+        config.rates.learning_rate_scaling
+    ]
     return tuple(scale(Fraction(stage.batch, reference)) for stage in stages)

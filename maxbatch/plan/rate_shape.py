@@ -21,8 +21,8 @@ _PHASES = {
 def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> float:
     """Returns the rate over its peak, from 0 to 1: the warm-up, then `learning_rate_schedule`.
 
-    `cosine` (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983), `wsd` (warmup, stable, linear decay: Hu et
-    al. 2024, https://arxiv.org/abs/2404.06395) and `constant`.
+    `cosine` (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983), `wsd` (warmup, stable,
+    linear decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395) and `constant`.
     """
     last: float = rates.learning_rate_final_fraction
     warmup: float = rates.warmup_steps_fraction * total_samples
@@ -40,12 +40,17 @@ def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> flo
 
 
 def rate_shape_by_updates(rates: RatesConfig, total_updates: int, updates: int) -> float:
-    """Returns the rate over its peak after so many updates, as MaxText has it (`utils/maxtext_utils.py`, 0.2.5).
+    """Returns the rate over its peak after so many updates, as MaxText has it
+    (`utils/maxtext_utils.py`, 0.2.5).
 
-    The warm-up and wsd's decay are whole numbers of updates, rounded down in double precision as there. The last update
-    has the last rate. After `learning_rate_schedule_steps` the rate is 0.
+    The warm-up and wsd's decay are whole numbers of updates, rounded down in double precision as
+    there. The last update has the last rate. After `learning_rate_schedule_steps` the rate is 0.
     """
-    length = total_updates if rates.learning_rate_schedule_steps == -1 else rates.learning_rate_schedule_steps
+    length = (
+        total_updates
+        if rates.learning_rate_schedule_steps == -1
+        else rates.learning_rate_schedule_steps
+    )
     last: float = rates.learning_rate_final_fraction
     warmup = int(length * float(rates.warmup_steps_fraction))
     if updates < warmup:
@@ -69,7 +74,9 @@ def warm_up_end(rates: RatesConfig, total_samples: int) -> Fraction:
 
 
 def has_fallen(rates: RatesConfig, total_samples: int, samples_seen: int, level: Fraction) -> bool:
-    """Returns whether the rate after the warm-up is at most `level` < 1 of its peak; equality is exact."""
+    """Returns whether the rate after the warm-up is at most `level` < 1 of its peak; equality is
+    exact.
+    """
     last, left = exact(rates.learning_rate_final_fraction), total_samples - samples_seen
     if last == 1 or rates.learning_rate_schedule == "constant":
         return False

@@ -1,4 +1,6 @@
-"""The refusal of a config that breaks a rule of the batch: the rule, and all changes that satisfy it."""
+"""The refusal of a config that breaks a rule of the batch: the rule, and all changes that satisfy
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,26 @@ from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.values import Number, Value, exact, plain_number, shown, value_text
 from maxbatch.system.errors import ConfigError
 
-MOST_TYPED = 500  # characters of a value after `works:`; a longer one is left out, since a part of it is another value
+# characters of a value after `works:`; a longer one is left out, since a part of it is another
+# value
+MOST_TYPED = 500
 _MOST_TRIES = 8  # a refusal seldom needs more than two
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Section)
 
 
 class Refusal(ConfigError):
-    """A broken rule of the config; `works` holds key values that satisfy it with all others unchanged.
+    """A broken rule of the config; `works` holds key values that satisfy it with all others
+    unchanged.
 
     It is empty where the values are too long to type; the rule then names the part that is wrong.
     """
 
     def __init__(self, config: Keyed, name: str, rule: str, works: Mapping[str, Value]) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")
-        self.works = {key: plain_number(v) if isinstance(v, Fraction) else v for key, v in works.items()}
+        self.works = {
+            key: plain_number(v) if isinstance(v, Fraction) else v for key, v in works.items()
+        }
 
     def __str__(self) -> str:
         works = " ".join(f"{key}={_text(value)}" for key, value in self.works.items())
@@ -45,7 +52,8 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
     """Returns `plan(config)`.
 
     Raises:
-      Refusal: the config breaks a rule. If satisfying it breaks others, the message names values that satisfy all.
+      Refusal: the config breaks a rule. If satisfying it breaks others, the message names values
+        that satisfy all.
     """
     try:
         return plan(config)
@@ -72,4 +80,5 @@ def _text(value: Value, quote: str = '"') -> str:
     bits = number.numerator.bit_length() - number.denominator.bit_length()
     if max(abs(bits), number.denominator.bit_length()) > 10_000:
         return f"about 2^{bits}"  # more digits than Python turns into text
-    return str(plain_number(number) if bits < 64 else number)  # a larger one may be beyond any float
+    # a larger one may be beyond any float
+    return str(plain_number(number) if bits < 64 else number)

@@ -1,9 +1,10 @@
 """The batch of reinforcement learning: prompts, responses, pairs, chunks. No JAX.
 
-A batch is `batch_size` prompts, each with G = `num_generations` responses: the effective batch of prompt-response
-pairs. It is cut in stream order into `num_minibatches` updates, `num_iterations` times over, and `samples_seen` counts
-its prompts after the last. Generation and training may go through it in chunks of whole groups; the updates do not
-depend on them. With `filter_groups` a batch is made of the next groups whose rewards differ.
+A batch is `batch_size` prompts, each with G = `num_generations` responses: the effective batch of
+prompt-response pairs. It is cut in stream order into `num_minibatches` updates, `num_iterations`
+times over, and `samples_seen` counts its prompts after the last. Generation and training may go
+through it in chunks of whole groups; the updates do not depend on them. With `filter_groups` a
+batch is made of the next groups whose rewards differ.
 
 The names are MaxText's (`configs/post_train/rl.yml`).
 """
@@ -32,13 +33,15 @@ class RLBatch(NamedTuple):
     effective_batch_size: int  # pairs, batch_size x G
     micro_batch_size: int  # pairs per chunk of training
     num_micro_batches: int  # chunks of training in one pass over the batch
-    train_micro_batch_size: Number  # prompts per chunk of training; a fraction where padding cuts a group
+    # prompts per chunk of training; a fraction where padding cuts a group
+    train_micro_batch_size: Number
     rollout_micro_batch_size: int  # prompts per chunk of generation
     num_iterations: int  # passes over a batch
     num_minibatches: int  # updates per pass
     minibatch_size: int  # prompts per update
     updates_per_batch: int  # num_minibatches x num_iterations
-    max_prompts_per_batch: int | None  # most prompts read for a batch; None: groups are not filtered
+    # most prompts read for a batch; None: groups are not filtered
+    max_prompts_per_batch: int | None
     off_policy_steps: int  # batches between sampling and training
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
@@ -46,11 +49,15 @@ class RLBatch(NamedTuple):
     rollout_tensor_parallelism: int  # devices that share the weights of one such part
 
     @classmethod
-    def if_stated(cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
-        """Returns the batch of the config, or None if its samples are no prompts; `unit` is that of training devices.
+    def if_stated(
+        cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit
+    ) -> RLBatch | None:
+        """Returns the batch of the config, or None if its samples are no prompts; `unit` is that of
+        training devices.
 
         Raises:
-          ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
+          ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the
+            devices.
         """
         if not config.recipe.is_sampled:
             return None
@@ -102,7 +109,9 @@ class RLBatch(NamedTuple):
 
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
-    """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
+    """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs
+    than machines hold.
+    """
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
     group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
     if batch % config.prompts.num_minibatches:
@@ -112,7 +121,10 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
     _check_filter(config, batch, updates)
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.length.train_tokens is not None:
-        in_samples = {"train_tokens": None, "train_samples": -(-config.length.train_tokens // length)}
+        in_samples = {
+            "train_tokens": None,
+            "train_samples": -(-config.length.train_tokens // length),
+        }
         raise Refusal(config, "train_tokens", a_sample, in_samples)
     if config.rates.reference_batch_size is not None:
         raise Refusal(config, "reference_batch_size", a_sample, {"reference_batch_size": None})
@@ -121,14 +133,22 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         if config.prompts.num_minibatches > 1:
             product = f"num_minibatches={config.prompts.num_minibatches} x {product} = {updates}"
         rule = f"must be a multiple of {product}, the updates per batch"
-        raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)})
+        raise Refusal(
+            config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)}
+        )
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
-        longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
+        longer, shorter = (
+            {"max_target_length": 2 * prompt},
+            {"max_prefill_predict_length": length // 2},
+        )
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
     if exact(config.batch.expansion_factor_real_data) not in (1, -1):
-        key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
+        key, rule = (
+            "expansion_factor_real_data",
+            "must be -1 beside batch_size, since every host reads the prompts",
+        )
         raise Refusal(config, key, rule, {key: -1})
     if batch * group > MOST_SAMPLES:
         rule = f"x num_generations={group} must be at most {MOST_SAMPLES} pairs"
@@ -162,12 +182,18 @@ def _check_filter(config: PlanConfig, batch: int, updates: int) -> None:
     for name in ("train_samples", "num_epochs"):
         if length[name] is not None:
             batches = 100 if length.train_samples is None else -(-length.train_samples // batch)
-            rule = "must not be stated beside filter_groups=true, which reads as many prompts as it needs"
+            rule = (
+                "must not be stated beside filter_groups=true, which reads as many prompts as it "
+                "needs"
+            )
             raise Refusal(config, name, rule, {name: None, "steps": batches * updates})
 
 
-def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
-    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts.
+def _chunks(
+    prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int
+) -> tuple[int, ...]:
+    """Returns the prompts per chunk of training and of generation, whose pairs are split into a
+    number of parts.
 
     A chunk of training divides the prompts of an update, one of generation those of a batch.
     """
@@ -175,14 +201,17 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
     group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
     updates = prompts.num_minibatches
     whole_of = {"train_micro_batch_size": batch // updates, "rollout_micro_batch_size": batch}
-    units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts
+    # in prompts
+    units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}
     most = MOST_SAMPLES // group
     other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()) * updates, most)}
 
     def check(name: str, rule: str, whole: int, unit: int) -> None:
         if prompts[name] % unit or whole % prompts[name]:
             nearest = nearest_divisor(whole, prompts[name], unit)
-            raise Refusal(prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
+            raise Refusal(
+                prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch
+            )
 
     unless = " unless batch_padding=true"
     unstated = [name for name in shards_of if prompts[name] == -1]
@@ -190,10 +219,14 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
         unit = math.lcm(*(units[name] for name in unstated))
         split = f" and divisible by {unit} x {group}" if unit > 1 else ""
         whole = min((whole_of[name] for name in unstated), default=batch)
-        of = "the effective batch" if whole == batch else f"an update (batch_size={batch} / num_minibatches={updates})"
+        of = (
+            "the effective batch"
+            if whole == batch
+            else f"an update (batch_size={batch} / num_minibatches={updates})"
+        )
         rule = (
-            f"a multiple of num_generations={group} (groups stay whole){split} that divides {of} of "
-            f"{whole} prompts x {group} = {whole * group} pairs"
+            f"a multiple of num_generations={group} (groups stay whole){split} that divides {of} "
+            f"of {whole} prompts x {group} = {whole * group} pairs"
         )
         check("micro_batch_size", rule, whole * group, unit * group)
         whole_of |= dict.fromkeys(unstated, pairs_per_chunk // group)
@@ -205,26 +238,38 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
             check(name, f"a number of prompts that divides {of}{split}", whole, units[name])
         elif whole % units[name] and updates > 1 and not batch % units[name]:
             rule = (
-                f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} batch shards{unless}"
+                f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} "
+                f"batch shards{unless}"
             )
             works = nearest_divisor(batch // units[name], updates) or 1
             raise Refusal(prompts, "num_minibatches", rule, {"num_minibatches": works})
         elif whole % units[name]:
             rule = (
-                f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} batch shards{unless}"
+                f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} "
+                f"batch shards{unless}"
             )
             raise Refusal(prompts, "batch_size", rule, other_batch)
     return tuple(whole_of[name] if name in unstated else prompts[name] for name in shards_of)
 
 
-def _padded_chunks(prompts: PromptBatchConfig, batch: int, train_shards: int) -> tuple[int, int, int]:
-    """Returns the pairs per chunk of training, the chunks of an update, and the prompts per chunk of generation.
+def _padded_chunks(
+    prompts: PromptBatchConfig, batch: int, train_shards: int
+) -> tuple[int, int, int]:
+    """Returns the pairs per chunk of training, the chunks of an update, and the prompts per chunk
+    of generation.
 
-    As in pre-training, an update takes the fewest passes, with the fewest rows per pass that hold its pairs. Stated
-    chunks are upper bounds.
+    As in pre-training, an update takes the fewest passes, with the fewest rows per pass that hold
+    its pairs. Stated chunks are upper bounds.
     """
-    group, pairs = prompts.num_generations, batch // prompts.num_minibatches * prompts.num_generations
-    name, unit, most = "micro_batch_size", 1, pairs if prompts.micro_batch_size == -1 else prompts.micro_batch_size
+    group, pairs = (
+        prompts.num_generations,
+        batch // prompts.num_minibatches * prompts.num_generations,
+    )
+    name, unit, most = (
+        "micro_batch_size",
+        1,
+        pairs if prompts.micro_batch_size == -1 else prompts.micro_batch_size,
+    )
     if prompts.train_micro_batch_size != -1:
         name, unit, most = "train_micro_batch_size", group, prompts.train_micro_batch_size * group
     if prompts[name] == -1:
@@ -235,5 +280,7 @@ def _padded_chunks(prompts: PromptBatchConfig, batch: int, train_shards: int) ->
     passes = -(-pairs // (most // train_shards * train_shards))
     rollout = prompts.rollout_micro_batch_size
     if rollout == -1:
-        rollout = batch if prompts.micro_batch_size == -1 else max(1, prompts.micro_batch_size // group)
+        rollout = (
+            batch if prompts.micro_batch_size == -1 else max(1, prompts.micro_batch_size // group)
+        )
     return -(-pairs // (passes * train_shards)) * train_shards, passes, min(batch, rollout)

@@ -15,12 +15,16 @@ class UpdateTime(NamedTuple):
     """The seconds of a full update of the last stage, and where they come from."""
 
     seconds: float
-    source: str  # stated, assumed (a share of the peak), modelled (by the compiler) or measured (by a run)
-    by_batch: Mapping[int, float] = {}  # measured seconds of an update by its global batch, for earlier stages
+    # stated, assumed (a share of the peak), modelled (by the compiler) or measured (by a run)
+    source: str
+    # measured seconds of an update by its global batch, for earlier stages
+    by_batch: Mapping[int, float] = {}
 
 
 class RunTime(NamedTuple):
-    """The time of a whole run without starts, evals and checkpoints; its fields are those of `plan --json`."""
+    """The time of a whole run without starts, evals and checkpoints; its fields are those of `plan
+    --json`.
+    """
 
     run_seconds: float | None  # None: the length of the run is unknown
     device_hours: float | None
@@ -42,8 +46,11 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def seconds_for_share(plan: BatchPlan, flops_per_token: int, peak_tflops: float, share: float) -> float:
-    """Returns the seconds of an update of the last stage on devices that reach a share of their peak.
+def seconds_for_share(
+    plan: BatchPlan, flops_per_token: int, peak_tflops: float, share: float
+) -> float:
+    """Returns the seconds of an update of the last stage on devices that reach a share of their
+    peak.
 
     Args:
       flops_per_token: of training, of the model.
@@ -54,7 +61,8 @@ def seconds_for_share(plan: BatchPlan, flops_per_token: int, peak_tflops: float,
 
 
 def run_time(plan: BatchPlan, update: UpdateTime, num_devices: int) -> RunTime:
-    """Returns the time of a plan: an update of fewer samples takes less in proportion, or what was measured.
+    """Returns the time of a plan: an update of fewer samples takes less in proportion, or what was
+    measured.
 
     Args:
       update: the time of a full update of the last stage.

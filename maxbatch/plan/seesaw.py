@@ -1,4 +1,5 @@
-"""Seesaw: where a schedule would lower the rate, the batch grows instead, and the rate falls by the root only.
+"""Seesaw: where a schedule would lower the rate, the batch grows instead, and the rate falls by the
+root only.
 
 Reference: Meterez et al. 2025 (https://arxiv.org/abs/2510.14717).
 """
@@ -27,7 +28,10 @@ def _is_whole(number: Fraction | None, least: int) -> bool:
 
 def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
     """Returns a setting that lets the rate fall by the factor; it may need a second one."""
-    if rates.learning_rate_schedule != "constant" and rates.learning_rate_final_fraction * factor >= 1:
+    if (
+        rates.learning_rate_schedule != "constant"
+        and rates.learning_rate_final_fraction * factor >= 1
+    ):
         return {"learning_rate_final_fraction": 0}
     if rates.learning_rate_schedule != "cosine":
         return {"learning_rate_schedule": "cosine"}
@@ -35,7 +39,9 @@ def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
 
 
 class Seesaw(NamedTuple):
-    """A stated seesaw, such as `seesaw 256 2`: the first batch, and the factor of growth at each cut."""
+    """A stated seesaw, such as `seesaw 256 2`: the first batch, and the factor of growth at each
+    cut.
+    """
 
     first_batch: int
     factor: int
@@ -45,16 +51,22 @@ class Seesaw(NamedTuple):
         """Returns the seesaw in `batch_size_schedule`; None for any other value.
 
         Raises:
-          ConfigError: the batch or the factor is missing, or the rate does not fall as a seesaw needs.
+          ConfigError: the batch or the factor is missing, or the rate does not fall as a seesaw
+            needs.
         """
         text = config.batch.batch_size_schedule
         words = [] if text is None else text.split()
         if not words or words[0] != "seesaw":
             return None
         slots = config.slots_per_sample
-        first, factor = (counted(words[1], slots), amount(words[2])) if len(words) == 3 else (None, None)
+        first, factor = (
+            (counted(words[1], slots), amount(words[2])) if len(words) == 3 else (None, None)
+        )
         if not (_is_whole(first, 1) and _is_whole(factor, 2)):
-            rule = "must be seesaw BATCH FACTOR: a first batch in samples or tokens, a whole factor of at least 2"
+            rule = (
+                "must be seesaw BATCH FACTOR: a first batch in samples or tokens, a whole factor "
+                "of at least 2"
+            )
             works = _EXAMPLE
             if first and words[1].endswith("t") and _is_whole(factor, 2):
                 works = f"seesaw {max(1, round(first)) * slots}t {words[2]}"
@@ -64,18 +76,25 @@ class Seesaw(NamedTuple):
         if lowest * factor >= 1:
             share = "never falls" if lowest == 1 else f"falls to {lowest:g} of its peak"
             schedule = config.rates.learning_rate_schedule
-            rule = f"needs a rate below 1/{factor} of its peak, and learning_rate_schedule={schedule} {share}"
+            rule = (
+                f"needs a rate below 1/{factor} of its peak, and "
+                f"learning_rate_schedule={schedule} {share}"
+            )
             raise Refusal(config, _KEY, rule, _falling(config.rates, factor))
         if config.rates.learning_rate_scaling != "none":
             rule = "must be none beside a seesaw, which scales the rate itself"
             raise Refusal(config, "learning_rate_scaling", rule, {"learning_rate_scaling": "none"})
         return cls(int(first), int(factor))
 
-    def batches(self, rates: RatesConfig, total_samples: int, most: int) -> list[tuple[Fraction, int]]:
-        """Returns pairs of first sample and batch, up to the last cut at which an update of the run begins.
+    def batches(
+        self, rates: RatesConfig, total_samples: int, most: int
+    ) -> list[tuple[Fraction, int]]:
+        """Returns pairs of first sample and batch, up to the last cut at which an update of the run
+        begins.
 
-        Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak / factor^i. A
-        batch without updates, because the previous update passes the next cut, is left out.
+        Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak
+        / factor^i. A batch without updates, because the previous update passes the next cut, is
+        left out.
 
         Args:
           rates: the schedule of the rate.
@@ -85,7 +104,9 @@ class Seesaw(NamedTuple):
         warm = math.ceil(warm_up_end(rates, total_samples))
         stages, position, batch = [(0, self.first_batch)], 0, self.first_batch
         for power in range(1, most.bit_length()):
-            is_behind = partial(has_fallen, rates, total_samples, level=Fraction(1, self.factor**power))
+            is_behind = partial(
+                has_fallen, rates, total_samples, level=Fraction(1, self.factor**power)
+            )
             cut = bisect.bisect_left(range(warm, total_samples), True, key=is_behind) + warm
             begins = position + max(0, -(-(cut - position) // batch)) * batch
             if begins >= total_samples or batch * self.factor > most:
@@ -115,5 +136,7 @@ class Seesaw(NamedTuple):
         return updates
 
     def rate_scale(self, batch: int) -> float:
-        """Returns the factor on the peak rate of a stage: the root of the first batch over the stage's."""
+        """Returns the factor on the peak rate of a stage: the root of the first batch over the
+        stage's.
+        """
         return math.sqrt(self.first_batch / batch)

@@ -1,7 +1,9 @@
-"""The stages and the length of a run as stated: a stage is a threshold and the samples per update from it on.
+"""The stages and the length of a run as stated: a stage is a threshold and the samples per update
+from it on.
 
-A constant batch is one stage, a ramp is n + 1 of them, a schedule as many as it lists. All numbers are exact.
-N devices, p rows per device, g accumulation steps, M micro-batch, B global batch = M x g.
+A constant batch is one stage, a ramp is n + 1 of them, a schedule as many as it lists. All numbers
+are exact. N devices, p rows per device, g accumulation steps, M micro-batch, B global batch = M x
+g.
 """
 
 from __future__ import annotations
@@ -52,40 +54,61 @@ def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:
     if batches is None:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
     if g is not None and any(batch != micro_batch * g for _, batch in batches):
-        key = "global_batch_size" if config.batch.batch_size_schedule is None else "batch_size_schedule"
-        product = f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)}"
+        key = (
+            "global_batch_size"
+            if config.batch.batch_size_schedule is None
+            else "batch_size_schedule"
+        )
+        product = (
+            f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)}"
+        )
         rule = f"{product} must agree with {stated(config, key)}, stated beside it"
-        raise Refusal(config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None})
+        raise Refusal(
+            config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None}
+        )
     micro_or_none = None if g is None else micro_batch
     return [StatedStage(threshold, Fraction(batch), micro_or_none) for threshold, batch in batches]
 
 
 def pass_rows(config: PlanConfig, num_devices: int) -> Fraction:
-    """Returns p x N, the rows of one pass; without p they follow from the global batch and its accumulation steps."""
+    """Returns p x N, the rows of one pass; without p they follow from the global batch and its
+    accumulation steps.
+    """
     if config.batch.per_device_batch_size is None:
         batch, g = constant_batch(config), config.batch.gradient_accumulation_steps
         if batch is None or g is None:
-            rule = "must be stated, or follow from global_batch_size and gradient_accumulation_steps"
+            rule = (
+                "must be stated, or follow from global_batch_size and gradient_accumulation_steps"
+            )
             raise Refusal(config, "per_device_batch_size", rule, {"per_device_batch_size": 1})
         return Fraction(batch, g)
     return exact(config.batch.per_device_batch_size) * num_devices
 
 
 def increments(config: PlanConfig) -> int:
-    """Returns n = (p - a) / c, the increments of the ramp; raises ConfigError unless it is a whole number >= 1."""
+    """Returns n = (p - a) / c, the increments of the ramp; raises ConfigError unless it is a whole
+    number >= 1.
+    """
     p, a, c = ramp_numbers(config)
     rule = "must not be 0"
     if c:
         n = (p - a) / c
         if n.denominator == 1 and 1 <= n <= MOST_STAGES:
             return int(n)
-        start, target = stated(config, "per_device_batch_size_start"), stated(config, "per_device_batch_size")
-        rule = f"increments from {start} to {target} must be a whole number from 1 to {MOST_STAGES}, not {in_words(n)}"
+        start, target = (
+            stated(config, "per_device_batch_size_start"),
+            stated(config, "per_device_batch_size"),
+        )
+        rule = (
+            f"increments from {start} to {target} must be a whole number from 1 to {MOST_STAGES}, "
+            f"not {in_words(n)}"
+        )
     raise Refusal(config, "per_device_batch_size_increment", rule, nearest_ramp(config))
 
 
 def constant_batch(config: PlanConfig) -> int | None:
-    """Returns the samples of `global_batch_size`, which may state them in tokens; None: it is not stated.
+    """Returns the samples of `global_batch_size`, which may state them in tokens; None: it is not
+    stated.
 
     Raises:
       ConfigError: the tokens are not whole samples, or too many.
@@ -108,7 +131,9 @@ def tokens_text(samples: Fraction | int, slots: int) -> str:
 
 
 def stated_batches(config: PlanConfig) -> Batches | None:
-    """Returns the batches that `global_batch_size` or `batch_size_schedule` states; None: neither is stated."""
+    """Returns the batches that `global_batch_size` or `batch_size_schedule` states; None: neither
+    is stated.
+    """
     constant, schedule = constant_batch(config), config.batch.batch_size_schedule
     if schedule is None:
         return None if constant is None else [(Fraction(0), constant)]
@@ -117,9 +142,13 @@ def stated_batches(config: PlanConfig) -> Batches | None:
         if total is None:
             rule = "needs a length in samples or tokens, which its stages divide"
             steps = config.length.steps
-            samples = 100_000 if steps is None else seesaw.samples_for(config.rates, steps, MOST_SAMPLES)
+            samples = (
+                100_000 if steps is None else seesaw.samples_for(config.rates, steps, MOST_SAMPLES)
+            )
             works: dict[str, Value] = {"train_samples": samples}
-            works |= {name: None for name in ("steps", "num_epochs") if config.length[name] is not None}
+            works |= {
+                name: None for name in ("steps", "num_epochs") if config.length[name] is not None
+            }
             raise Refusal(config, "batch_size_schedule", rule, works)
         return seesaw.batches(config.rates, total, MOST_SAMPLES)
     batches = parse_schedule(schedule, config.slots_per_sample)
@@ -130,13 +159,14 @@ def stated_batches(config: PlanConfig) -> Batches | None:
 
 
 def parse_schedule(text: str, length: int) -> Batches:
-    """Reads "0:256 100000:512 250Bt:4Mit": pairs of threshold and batch, separated by blanks or commas.
+    """Reads "0:256 100000:512 250Bt:4Mit": pairs of threshold and batch, separated by blanks or
+    commas.
 
     Each of them counts samples, or tokens (`length` per sample) with the suffix t.
 
     Raises:
-      ConfigError: a pair cannot be read, a batch in tokens is not whole samples, the first threshold is not 0, or
-        thresholds do not rise.
+      ConfigError: a pair cannot be read, a batch in tokens is not whole samples, the first
+        threshold is not 0, or thresholds do not rise.
     """
 
     def refusal(rule: str, works: str) -> Refusal:
@@ -155,7 +185,12 @@ def parse_schedule(text: str, length: int) -> Batches:
             works = " ".join(_in_whole_samples(words, length))
             example = f", such as {nearest}" if len(works) > MOST_TYPED else ""
             raise refusal(f"{shown(right)}: {_whole_samples(length)}{example}", works)
-        if threshold is None or batch is None or batch.denominator != 1 or not 1 <= batch <= MOST_SAMPLES:
+        if (
+            threshold is None
+            or batch is None
+            or batch.denominator != 1
+            or not 1 <= batch <= MOST_SAMPLES
+        ):
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
     (_, first), *others = sorted(dict(batches).items())
@@ -169,7 +204,8 @@ def parse_schedule(text: str, length: int) -> Batches:
 
 
 def stated_schedule(batches: Batches, length: int) -> str:
-    """Returns a schedule as text, in whole samples or tokens; stages of the same batch that follow each other are one.
+    """Returns a schedule as text, in whole samples or tokens; stages of the same batch that follow
+    each other are one.
 
     The text is whole, whatever its length: a schedule without its last stages is another run.
     """
@@ -178,13 +214,19 @@ def stated_schedule(batches: Batches, length: int) -> str:
         tokens = math.ceil(threshold * length)
         start = f"{threshold}" if threshold.denominator == 1 else f"{tokens}t"
         pairs[Fraction(tokens, length)] = start, batch
-    stages = [next(group) for _, group in itertools.groupby(pairs.values(), key=operator.itemgetter(1))]
+    stages = [
+        next(group) for _, group in itertools.groupby(pairs.values(), key=operator.itemgetter(1))
+    ]
     return " ".join(f"{start}:{batch}" for start, batch in stages)
 
 
 def nearest_multiple(value: int | Fraction, unit: int | Fraction, most: int = _LARGEST) -> Fraction:
-    """Returns the multiple of unit nearest to value, from one unit to the last that is not above `most`."""
-    return max(1, min(round(Fraction(value) / unit), math.floor(most / Fraction(unit)))) * Fraction(unit)
+    """Returns the multiple of unit nearest to value, from one unit to the last that is not above
+    `most`.
+    """
+    return max(1, min(round(Fraction(value) / unit), math.floor(most / Fraction(unit)))) * Fraction(
+        unit
+    )
 
 
 def ramp_numbers(config: PlanConfig) -> tuple[Fraction, Fraction, Fraction]:
@@ -199,9 +241,11 @@ def ramp_numbers(config: PlanConfig) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, Value]:
-    """Returns the keys of a ramp near the stated one: whole increments, rows per device in multiples of unit.
+    """Returns the keys of a ramp near the stated one: whole increments, rows per device in
+    multiples of unit.
 
-    Its last batch is the multiple nearest to the stated one, unless no ramp of the same direction ends there.
+    Its last batch is the multiple nearest to the stated one, unless no ramp of the same direction
+    ends there.
     """
     p, a, c = ramp_numbers(config)
     start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
@@ -224,7 +268,9 @@ def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, 
 
 
 def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
-    """Returns the samples after which a length in data ends the run; None: there is none, or it is unknown."""
+    """Returns the samples after which a length in data ends the run; None: there is none, or it is
+    unknown.
+    """
     ends: dict[str, int] = {}
     if config.length.train_samples is not None:
         ends["train_samples"] = config.length.train_samples
@@ -237,19 +283,31 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     (first, end), *others = ends.items()
     for name, other in others:
         if other != end:
-            rule = f"{end} samples must agree with {stated(config, name)}, {other} samples, stated beside it"
+            rule = (
+                f"{end} samples must agree with {stated(config, name)}, {other} samples, stated "
+                "beside it"
+            )
             raise Refusal(config, first, rule, {name: None})
     return end
 
 
 def check_epochs(config: PlanConfig, samples_per_epoch: int | None) -> None:
-    """Refuses `num_epochs` beside another length where the samples of an epoch will not be known, to compare the two.
+    """Refuses `num_epochs` beside another length where the samples of an epoch will not be known,
+    to compare the two.
 
-    For a plan that stands for the run, or a run whose data is open; a plan before that leaves the comparison to it.
+    For a plan that stands for the run, or a run whose data is open; a plan before that leaves the
+    comparison to it.
     """
-    others = [name for name in ("steps", "train_samples", "train_tokens") if config.length[name] is not None]
+    others = [
+        name
+        for name in ("steps", "train_samples", "train_tokens")
+        if config.length[name] is not None
+    ]
     if others and config.length.num_epochs is not None and samples_per_epoch is None:
-        rule = f"must not be stated beside {stated(config, 'num_epochs')} if the samples of an epoch are unknown"
+        rule = (
+            f"must not be stated beside {stated(config, 'num_epochs')} if the samples of an epoch "
+            "are unknown"
+        )
         raise Refusal(config, others[0], rule, {"num_epochs": None})
 
 
@@ -258,7 +316,11 @@ def _in_whole_samples(words: Sequence[str], slots: int) -> Iterator[str]:
     for word in words:
         left, _, right = word.partition(":")
         batch = counted(right, slots) if right.endswith("t") else None
-        yield word if batch is None else f"{left}:{tokens_text(nearest_multiple(batch, 1, MOST_SAMPLES), slots)}"
+        yield (
+            word
+            if batch is None
+            else f"{left}:{tokens_text(nearest_multiple(batch, 1, MOST_SAMPLES), slots)}"
+        )
 
 
 def _whole_samples(slots: int) -> str:

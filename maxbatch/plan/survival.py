@@ -45,13 +45,19 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     """
     whole = machine.num_units
     if whole == 1:
-        raise ConfigError(f"--survive {survive}: counts slices (hosts, if there is one slice), and this machine "
-                          "has one of each; works: --slices 4, or --hosts 4")  # fmt: skip
+        raise ConfigError(
+            f"--survive {survive}: counts slices (hosts, if there is one slice), and this machine "
+            "has one of each; works: --slices 4, or --hosts 4"
+        )
     if survive >= whole:
-        raise ConfigError(f"--survive {survive}: must be less than the {whole} {machine.unit}; "
-                          f"works: --survive {whole - 1}")  # fmt: skip
+        raise ConfigError(
+            f"--survive {survive}: must be less than the {whole} {machine.unit}; "
+            f"works: --survive {whole - 1}"
+        )
     check_divides(f"--{machine.unit} ", whole, machine.num_devices)
     if machine.num_hosts % whole:
-        raise ConfigError(f"--survive {survive}: needs slices of equally many hosts, and {machine.num_hosts} hosts "
-                          f"are not divisible by {whole} slices; works: --hosts {whole}")  # fmt: skip
+        raise ConfigError(
+            f"--survive {survive}: needs slices of equally many hosts, and {machine.num_hosts} "
+            f"hosts are not divisible by {whole} slices; works: --hosts {whole}"
+        )
     return [machine.without(lost) for lost in range(survive + 1)]

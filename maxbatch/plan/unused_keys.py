@@ -16,49 +16,86 @@ from maxbatch.plan.seesaw import Seesaw
 _MOST_TRIES = 200_000  # stages of ramps that are tried
 
 
-def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager, resumes: bool) -> Iterator[str]:
+def unused_keys(
+    config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager, resumes: bool
+) -> Iterator[str]:
     """Yields a warning for each stated value without an effect on the devices that train."""
     scaling = stated(config, "learning_rate_scaling")
-    if config.rates.reference_batch_size is not None and config.rates.learning_rate_scaling == "none":
-        yield f"{stated(config, 'reference_batch_size')} has no effect without learning_rate_scaling=linear or sqrt"
+    if (
+        config.rates.reference_batch_size is not None
+        and config.rates.learning_rate_scaling == "none"
+    ):
+        yield (
+            f"{stated(config, 'reference_batch_size')} has no effect without "
+            "learning_rate_scaling=linear or sqrt"
+        )
     elif (
         config.rates.learning_rate_scaling != "none"
         and len(manager.stages) == 1
         and config.rates.reference_batch_size is None
     ):
-        yield f"{scaling} has no effect without reference_batch_size, the batch that learning_rate was tuned for"
-    batches = [name for name in ("global_batch_size", "batch_size_schedule") if config.batch[name] is not None]
+        yield (
+            f"{scaling} has no effect without reference_batch_size, the batch that learning_rate "
+            "was tuned for"
+        )
+    batches = [
+        name
+        for name in ("global_batch_size", "batch_size_schedule")
+        if config.batch[name] is not None
+    ]
     if not config.ramp.enable_rampup_batch_size:
         names = [key.name for key in RampConfig.declared]
         if ramp := [name for name in names if config[name] != KEYS[name].default_value]:
             verb = "have" if len(ramp) > 1 else "has"
-            reason = f": {stated(config, *batches)} replaces the ramp" if batches else (
-                " without enable_rampup_batch_size=true"
-            )  # fmt: skip
+            reason = (
+                f": {stated(config, *batches)} replaces the ramp"
+                if batches
+                else (" without enable_rampup_batch_size=true")
+            )
             yield f"{stated(config, *ramp)} {verb} no effect{reason}"
     if config.batch.batch_padding and not batches and not config.recipe.is_sampled:
-        yield "batch_padding=true has no effect without global_batch_size or batch_size_schedule, which it pads"
+        yield (
+            "batch_padding=true has no effect without global_batch_size or batch_size_schedule, "
+            "which it pads"
+        )
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")
-        yield f"{factor} has no effect on a new run: below 1 it is for a resume, on e x the hosts that loaded before"
+        yield (
+            f"{factor} has no effect on a new run: below 1 it is for a resume, on e x the hosts "
+            "that loaded before"
+        )
     if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
         parts = stated(config, "num_pipeline_microbatches")
-        yield f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or dcn_pipeline_parallelism)"
-    before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
-    if manager.total_steps and config.rates.warmup_steps_fraction and not manager.position_after(before_last):
         yield (
-            f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
-            "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
+            f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or "
+            "dcn_pipeline_parallelism)"
+        )
+    before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
+    if (
+        manager.total_steps
+        and config.rates.warmup_steps_fraction
+        and not manager.position_after(before_last)
+    ):
+        yield (
+            "every rate of the run is 0, so nothing is learned: "
+            f"{stated(config, 'warmup_steps_fraction')} warms up from 0, and all updates start at "
+            "sample 0; works: warmup_steps_fraction=0"
         )
     model = config.model
-    weighs_all_alike = model.num_experts > 1 and model.num_experts_per_tok == 1 and model.norm_topk_prob
+    weighs_all_alike = (
+        model.num_experts > 1 and model.num_experts_per_tok == 1 and model.norm_topk_prob
+    )
     if weighs_all_alike and not model.load_balance_loss_weight and not model.router_z_loss_weight:
         yield (
-            "the router does not learn: num_experts_per_tok=1 with norm_topk_prob=true gives every expert the weight "
-            "1, whatever its score; works: norm_topk_prob=false, or num_experts_per_tok=2"
+            "the router does not learn: num_experts_per_tok=1 with norm_topk_prob=true gives "
+            "every expert the weight 1, whatever its score; works: norm_topk_prob=false, or "
+            "num_experts_per_tok=2"
         )
     if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
-        yield f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, which it bounds"
+        yield (
+            f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, "
+            "which it bounds"
+        )
     yield from _stages_without_updates(config, manager)
 
 
@@ -70,7 +107,10 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
     reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]
     if skipped := [index for index, stage in enumerate(reached) if stage.num_steps == 0]:
         plural, verb = ("s", "have") if len(skipped) > 1 else ("", "has")
-        said = f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update: earlier updates pass them"
+        said = (
+            f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update: earlier "
+            "updates pass them"
+        )
         works = ""
         if config.ramp.enable_rampup_batch_size:
             batches = [stage.global_batch_size for stage in manager.stages]
@@ -79,7 +119,9 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
 
 
 def enough_samples(batches: list[int]) -> int:
-    """Returns a `global_rampup_samples` that gives every stage an update: the least one, if few have to be tried."""
+    """Returns a `global_rampup_samples` that gives every stage an update: the least one, if few
+    have to be tried.
+    """
     n = len(batches) - 1
     enough = n * max(batches[:-1])  # then no update passes two thresholds
     entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least

@@ -1,9 +1,11 @@
 """The settings of each update: its rate, and the decays that may be stated in tokens.
 
-A decay stated in tokens follows the batch of the update, so that a ramp does not change the amount of text that
-the moments and the weight decay average over: b = 0.5^(tokens / half-life), weight decay = tokens / (timescale x peak
-rate). References: Marek et al. 2025 (https://arxiv.org/abs/2507.07101) for half-lives, Wang and Aitchison 2024
-(https://arxiv.org/abs/2405.13698) and Bergsma et al. 2025 (https://arxiv.org/abs/2505.13738) for the timescale.
+A decay stated in tokens follows the batch of the update, so that a ramp does not change the amount
+of text that the moments and the weight decay average over: b = 0.5^(tokens / half-life), weight
+decay = tokens / (timescale x peak rate). References: Marek et al. 2025
+(https://arxiv.org/abs/2507.07101) for half-lives, Wang and Aitchison 2024
+(https://arxiv.org/abs/2405.13698) and Bergsma et al. 2025 (https://arxiv.org/abs/2505.13738) for
+the timescale.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ class UpdateSettings(NamedTuple):
 
     learning_rate: float
     batch_ratio: float = 1.0  # the update's batch over the reference batch, for adam_scaling=sde
-    adam_b1_halvings: float = 0.0  # length of the update in half-lives; its b1 is 2 to the minus these
+    # length of the update in half-lives; its b1 is 2 to the minus these
+    adam_b1_halvings: float = 0.0
     adam_b2_halvings: float = 0.0
     adam_weight_decay: float = 0.0
     average_halvings: float = 0.0  # length of the update in half-lives of the parameter average
 
 
 class Decays(NamedTuple):
-    """The decays of an update with a stage's batch, by the names that they have in `maxbatch plan --json`."""
+    """The decays of an update with a stage's batch, by the names that they have in `maxbatch plan
+    --json`.
+    """
 
     adam_b1: float
     adam_b2: float
@@ -57,7 +62,9 @@ class DecayPlan(NamedTuple):
         """Returns the decays of a whole update of a stage."""
         batch = self.manager.stages[stage].global_batch_size
         tokens = batch // self.manager.num_minibatches * self.slots_per_sample
-        ratio = batch / (self.rates.reference_batch_size or self.manager.stages[-1].global_batch_size)
+        ratio = batch / (
+            self.rates.reference_batch_size or self.manager.stages[-1].global_batch_size
+        )
 
         def decay(name: str) -> float:
             stated: float | None = self.optimizer[name]
@@ -70,19 +77,27 @@ class DecayPlan(NamedTuple):
         return Decays(decay("adam_b1"), decay("adam_b2"), self.weight_decay(tokens, stage), average)
 
     def average_halvings(self, tokens: int) -> float:
-        """Returns the length of an update of so many tokens in half-lives of the parameter average; 0: no average."""
+        """Returns the length of an update of so many tokens in half-lives of the parameter average;
+        0: no average.
+        """
         stated = self.optimizer.parameter_average_half_life
         return 0.0 if stated is None else min(_MOST_HALVINGS, float(tokens / in_tokens(stated)))
 
     def halvings(self, name: str, tokens: int) -> float:
-        """Returns the length of an update of so many tokens in half-lives of a moment (`adam_b1`, `adam_b2`)."""
+        """Returns the length of an update of so many tokens in half-lives of a moment (`adam_b1`,
+        `adam_b2`).
+        """
         stated: float | None = self.optimizer[name]
         if stated is None:
-            return min(_MOST_HALVINGS, float(tokens / in_tokens(self.optimizer[f"{name}_half_life"])))
+            return min(
+                _MOST_HALVINGS, float(tokens / in_tokens(self.optimizer[f"{name}_half_life"]))
+            )
         return min(_MOST_HALVINGS, -math.log2(stated)) if stated else _MOST_HALVINGS
 
     def weight_decay(self, tokens: int, stage: int) -> float | None:
-        """Returns the weight decay of an update of so many tokens; None: the run's length is unknown."""
+        """Returns the weight decay of an update of so many tokens; None: the run's length is
+        unknown.
+        """
         timescale = self.optimizer.weight_decay_timescale
         if timescale is None:
             return self.optimizer.adam_weight_decay
@@ -90,8 +105,15 @@ class DecayPlan(NamedTuple):
         if runs is not None:
             if self.manager.total_samples is None:
                 return None
-            span = runs * self.manager.total_samples * self.manager.rows_per_sample * self.slots_per_sample
-        return float(tokens / span) / (self.rates.learning_rate * self.manager.learning_rate_scales[stage])
+            span = (
+                runs
+                * self.manager.total_samples
+                * self.manager.rows_per_sample
+                * self.slots_per_sample
+            )
+        return float(tokens / span) / (
+            self.rates.learning_rate * self.manager.learning_rate_scales[stage]
+        )
 
 
 class UpdatePlan(NamedTuple):
@@ -102,15 +124,19 @@ class UpdatePlan(NamedTuple):
 
     @classmethod
     def from_config(cls, config: PlanConfig, manager: RampupBatchManager) -> UpdatePlan:
-        """Takes the keys of the rate and of the optimizer from the config, the batch from the manager.
+        """Takes the keys of the rate and of the optimizer from the config, the batch from the
+        manager.
 
         Raises:
           ConfigError: the rate depends on the run's length, which is unknown.
         """
-        return cls(LearningRate.from_config(config, manager), DecayPlan.from_config(config, manager))
+        return cls(
+            LearningRate.from_config(config, manager), DecayPlan.from_config(config, manager)
+        )
 
     def at(self, samples_seen: int, num_rows: int | None = None) -> UpdateSettings:
-        """Returns the settings of the update that starts at samples_seen with so many real rows (None: all).
+        """Returns the settings of the update that starts at samples_seen with so many real rows
+        (None: all).
 
         Its tokens are its real rows' slots.
         """

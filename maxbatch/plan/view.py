@@ -1,4 +1,6 @@
-"""The batch plan as text: an equation, the numbers by name, the ramp table, the layout of one update."""
+"""The batch plan as text: an equation, the numbers by name, the ramp table, the layout of one
+update.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
 _GAP = "..."
 
 _STAGE_NUMBERS = (
-    "threshold", "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
-    "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size",
-)  # fmt: skip
+    "threshold",
+    "first_sample",
+    "first_step",
+    "num_steps",
+    "num_samples",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "micro_batch_size_to_train_on",
+    "global_batch_size",
+)
 # Titles, each with the names and the meaning of its numbers.
 _NUMBERS = """
 machine
@@ -107,22 +116,30 @@ _OF_BATCH = (
 
 
 def equation(plan: BatchPlan) -> str:
-    """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
+    """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4
+    ...".
+    """
     listed = plan.manager.listed
     last = plan.stages[listed[-1]]
     if plan.rl:
-        product = f"{counted(plan.rl.batch_size, 'prompt')} x {counted(plan.rl.num_generations, 'response')}"
+        product = (
+            f"{counted(plan.rl.batch_size, 'prompt')} x "
+            f"{counted(plan.rl.num_generations, 'response')}"
+        )
         chunks = f"{counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
         updates = f"{counted(plan.rl.updates_per_batch, 'update')} per batch"
         cut = "update"
         if plan.rl.num_minibatches > 1:
             pairs = plan.rl.minibatch_size * plan.rl.num_generations
             cut, updates = "batch", f"{updates} of {counted(pairs, 'pair')}"
-        return f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
+        return (
+            f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
+        )
     steps = counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
-        f"{last.global_batch_size:,} {plan.sample}s per update = {number_text(last.per_device_batch_size)} per device "
-        f"x {counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
+        f"{last.global_batch_size:,} {plan.sample}s per update = "
+        f"{number_text(last.per_device_batch_size)} per device x "
+        f"{counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
     if len(listed) > 1:
         first = plan.stages[listed[0]].global_batch_size
@@ -131,7 +148,9 @@ def equation(plan: BatchPlan) -> str:
 
 
 def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Console) -> None:
-    """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
+    """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the
+    ramp, the rates.
+    """
     console.print(Text(folded(equation(plan), 2, console.width), style="bold"))
     console.print(Text(model))
     console.print(_numbers(plan, console.width), soft_wrap=True, end="")
@@ -140,7 +159,11 @@ def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Consol
     except ConfigError:
         rate = None  # the samples of an epoch are unknown here
     console.print()
-    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(config.optimizer, name)]))
+    console.print(
+        ramp_table(
+            plan, rate, [name for name in Decays._fields if _is_in_tokens(config.optimizer, name)]
+        )
+    )
     if plan.rl and plan.rl.updates_per_batch > 1:
         console.print()
         console.print(updates_table(plan.rl))
@@ -151,24 +174,32 @@ def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Consol
 
 def updates_table(batch: RLBatch) -> Table:
     """Returns the table of the updates on the batch of prompts that starts at samples_seen = s."""
-    table = PlainTable("update of batch", "pass", "mini-batch", "trains on", "pairs", justify="right")
+    table = PlainTable(
+        "update of batch", "pass", "mini-batch", "trains on", "pairs", justify="right"
+    )
     for update in _abridged(batch.updates_per_batch, _MOST_UPDATES):
         if update is None:
             table.add_row(*[_GAP] * 5)
             continue
         iteration, part = divmod(update, batch.num_minibatches)
         first, end = (number * batch.minibatch_size for number in (part, part + 1))
-        holds = f"groups {first}:{end}" if batch.max_prompts_per_batch else f"stream[s+{first}:s+{end}]"
+        holds = (
+            f"groups {first}:{end}" if batch.max_prompts_per_batch else f"stream[s+{first}:s+{end}]"
+        )
         pairs = number_text(batch.minibatch_size * batch.num_generations)
         table.add_row(str(update + 1), str(iteration + 1), str(part + 1), Text(holds), pairs)
     return table
 
 
 def versions_table(batch: RLBatch, num_devices: int) -> Table:
-    """Returns the table of the policies that sample the first batches, and of their times on so many devices."""
+    """Returns the table of the policies that sample the first batches, and of their times on so
+    many devices.
+    """
     is_apart = batch.num_trainer_devices + batch.num_sampler_devices <= num_devices
     steps = batch.off_policy_steps
-    table = PlainTable("batch", "reads", "is sampled by", "while it trains" if is_apart else "before it trains")
+    table = PlainTable(
+        "batch", "reads", "is sampled by", "while it trains" if is_apart else "before it trains"
+    )
     count = steps + 3
     for number in _abridged(count, _MOST_UPDATES):
         if number is None:
@@ -179,18 +210,25 @@ def versions_table(batch: RLBatch, num_devices: int) -> Table:
         version = max(0, number - steps)
         made = f"batches 0 to {version - 1}" if version > 1 else "batch 0"
         policy = f"the policy that {made} made" if version else "the first policy"
-        table.add_row(str(number), Text(reads), policy, f"batch {version}" if number or not is_apart else "-")
+        table.add_row(
+            str(number), Text(reads), policy, f"batch {version}" if number or not is_apart else "-"
+        )
     return table
 
 
 def _is_in_tokens(optimizer: OptimizerConfig, decay: str) -> bool:
-    """Returns whether a decay is stated in tokens, so that its value per update is worth printing."""
+    """Returns whether a decay is stated in tokens, so that its value per update is worth
+    printing.
+    """
     name = "weight_decay_timescale" if decay == "adam_weight_decay" else f"{decay}_half_life"
     return optimizer[name] is not None
 
 
-def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()) -> Table:
-    """Returns the table of stages; with a rate, also the rates of each stage's first and last update.
+def ramp_table(
+    plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()
+) -> Table:
+    """Returns the table of stages; with a rate, also the rates of each stage's first and last
+    update.
 
     `decays` are names in `Decays` to show even if no ramp changes them.
     """
@@ -204,7 +242,9 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
     heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
     # A ramp changes decays stated in tokens, and with adam_scaling=sde those of the moments.
-    changing = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
+    changing = [
+        name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1
+    ]
     decays = [name for name in Decays._fields if name in changing or name in decays]
     heads += [name.removeprefix("adam_") for name in decays]
     heads += ["lr first", "lr last"] if rate else []
@@ -234,7 +274,9 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
     if plan.rl is None and plan.sample != "sample":
         first = f"S1 is the {plan.sample}"
     cut = "one update" if plan.manager.num_minibatches == 1 else "one batch"
-    console.print(f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
+    console.print(
+        f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh"
+    )
     listed = plan.manager.listed
     for index in sorted({listed[0], listed[-1]}):
         stage = plan.stages[index]
@@ -267,7 +309,9 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
 def _passes(count: int) -> str:
     """Returns which micro-batches accumulate their gradients, and which applies the update."""
     last = f"micro-batch {count - 1} {'adds its own and ' * (count > 1)}applies the update"
-    before = "micro-batch 0 accumulates" if count == 2 else f"micro-batches 0 to {count - 2} accumulate"
+    before = (
+        "micro-batch 0 accumulates" if count == 2 else f"micro-batches 0 to {count - 2} accumulate"
+    )
     return last if count == 1 else f"{before} gradients, {last}"
 
 
@@ -282,7 +326,10 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
         if j is None:
             table.add_row(*[_GAP] * (2 + len(shards)))
             continue
-        first, end = plan.samples_of(stage, j, 0)[0], plan.samples_of(stage, j, plan.batch_shards - 1)[1]
+        first, end = (
+            plan.samples_of(stage, j, 0)[0],
+            plan.samples_of(stage, j, plan.batch_shards - 1)[1],
+        )
         rows = plan.stages[stage].micro_batch_size_to_train_on // plan.batch_shards
         cells = [_GAP if d is None else _slots(*plan.samples_of(stage, j, d), rows) for d in shards]
         holds = f"pairs {first}:{end}" if plan.rl else f"stream[s+{first}:s+{end}]"
@@ -303,11 +350,15 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
             title = line
         elif source and not absent.get(title) and name not in unpadded:
             if plan.rl:  # the run counts prompts, an update pairs
-                meaning = meaning.replace("samples", "prompts" if title in ("run", "ramp") else "pairs")
+                meaning = meaning.replace(
+                    "samples", "prompts" if title in ("run", "ramp") else "pairs"
+                )
             if name in _OF_BATCH and plan.manager.num_minibatches > 1:
                 meaning = meaning.replace("per update", "per batch")
             elif not plan.rl and plan.sample != "sample":
-                meaning = meaning.replace("samples", f"{plan.sample}s").replace("rows", f"{plan.sample}s")
+                meaning = meaning.replace("samples", f"{plan.sample}s").replace(
+                    "rows", f"{plan.sample}s"
+                )
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
     width = max(len(number) for group in groups.values() for _, number, _ in group)
     text = Text()

@@ -34,11 +34,16 @@ class ConversationRecipe(TrainedRecipe):
 
         named = tuple(field_names(config.record_fields) or {})
         return Conversations(
-            tokenizer, config.sft_train_on_completion_only, config.sft_format, config.text_field, named
+            tokenizer,
+            config.sft_train_on_completion_only,
+            config.sft_format,
+            config.text_field,
+            named,
         )
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
-        return made is not None and not {"kind", "pairs"} & made.keys()  # the oldest kind, without a name in its stores
+        # the oldest kind, without a name in its stores
+        return made is not None and not {"kind", "pairs"} & made.keys()
 
     def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
         made = manifest["conversations"]
@@ -47,7 +52,8 @@ class ConversationRecipe(TrainedRecipe):
 
     def row_identity(self, config: StreamConfig) -> Identity:
         identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
-        if identity["sft_format"] == "auto":  # the form found is in the content; older streams lack the key
+        # the form found is in the content; older streams lack the key
+        if identity["sft_format"] == "auto":
             del identity["sft_format"]
         return identity | {"packing_strategy": self.strategy(config)}
 

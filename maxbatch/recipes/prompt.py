@@ -11,14 +11,17 @@ from maxbatch.training.update.recipe import TrainedRecipe
 # Keys with values that maxbatch rl cannot have, with rule and working value.
 _REFUSED: Mapping[str, tuple[str, object]] = {
     "load_full_state_path": (
-        "empty in reinforcement learning, which starts from parameters (load_parameters_path)", '""'
+        "empty in reinforcement learning, which starts from parameters (load_parameters_path)",
+        '""',
     ),
     "early_stopping_patience": ("null beside batch_size: maxbatch rl has no eval loss", "null"),
     "eval_tasks": (
-        "empty beside batch_size: maxbatch rl scores held-out prompts; maxbatch evaluate scores its checkpoints", '""'
+        "empty beside batch_size: maxbatch rl scores held-out prompts; maxbatch evaluate scores "
+        "its checkpoints",
+        '""',
     ),
     "local_checkpoint_directory": ("empty beside batch_size: maxbatch rl keeps none", '""'),
-}  # fmt: skip
+}
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 
 
@@ -35,7 +38,10 @@ class PromptRecipe(TrainedRecipe):
     def check(self, config: AllKeys) -> None:
         if config.warm_start_steps and not config.enable_checkpointing:
             steps = config.warm_start_steps
-            rule = f"true beside warm_start_steps={steps}, whose parameters the run keeps in a checkpoint"
+            rule = (
+                f"true beside warm_start_steps={steps}, whose parameters the run keeps in a "
+                "checkpoint"
+            )
             raise config.fault("enable_checkpointing", rule, "true")
         for name, (rule, works) in _REFUSED.items():
             if config[name]:
@@ -49,11 +55,16 @@ class PromptRecipe(TrainedRecipe):
 
 def _check_experts(config: AllKeys) -> None:
     if config.capacity_factor > 0:
-        rule = "-1 beside batch_size: the capacity counts a whole row, and sampling does not know its length"
+        rule = (
+            "-1 beside batch_size: the capacity counts a whole row, and sampling does not know "
+            "its length"
+        )
         raise config.fault("capacity_factor", rule, -1)
     for name in _ROUTER_LOSSES:
         if config[name]:
-            raise config.fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
+            raise config.fault(
+                name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0
+            )
 
 
 RECIPE = PromptRecipe()

@@ -1,7 +1,7 @@
 """Batches sampled ahead: batch k by the policy at the beginning of batch k - `off_policy_steps`.
 
-The policy of a batch depends only on the batch's number. On devices of its own, sampling runs in a thread beside the
-training of earlier batches; on shared devices it comes first.
+The policy of a batch depends only on the batch's number. On devices of its own, sampling runs in a
+thread beside the training of earlier batches; on shared devices it comes first.
 """
 
 from __future__ import annotations
@@ -34,14 +34,23 @@ class BatchesAhead:
     """
 
     def __init__(
-        self, workshop: Workshop, first: int, num_prompts: Callable[[int], int], is_apart: bool, saved: bytes | None
+        self,
+        workshop: Workshop,
+        first: int,
+        num_prompts: Callable[[int], int],
+        is_apart: bool,
+        saved: bytes | None,
     ) -> None:
         self._workshop, self._end, self._num_prompts = workshop, first, num_prompts
         self._last: CollectedBatch | None = None  # the batch that is trained on
         self._is_closed = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
-        self._waiting: deque[Future[CollectedBatch]] = deque()  # at most `off_policy_steps` between two batches
-        self.left_out = False  # whether the saved responses belong to batches other than the next ones
+        self._pool = (
+            ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
+        )
+        # at most `off_policy_steps` between two batches
+        self._waiting: deque[Future[CollectedBatch]] = deque()
+        # whether the saved responses belong to batches other than the next ones
+        self.left_out = False
         for batch in _read(saved) if saved else ():
             if len(self._waiting) < workshop.batch.off_policy_steps:
                 self._take_over(batch)
@@ -61,7 +70,10 @@ class BatchesAhead:
     def _fits(self, saved: _Saved, batch: CollectedBatch) -> bool:
         """Returns whether sampling now would give the saved batch, or the needed part of it."""
         most, length = self._workshop.batch.max_prompts_per_batch, saved.read.tokens_RxL.shape[1]
-        if length != self._workshop.length or saved.num_generations != self._workshop.batch.num_generations:
+        if (
+            length != self._workshop.length
+            or saved.num_generations != self._workshop.batch.num_generations
+        ):
             return False
         num_read = batch.end - batch.first
         if most is None:
@@ -70,7 +82,8 @@ class BatchesAhead:
         return saved.num_prompts == batch.num_prompts and is_whole
 
     def take(self, update: int, params: State) -> CollectedBatch:
-        """Returns the batch of an update; the first update on a batch takes the next one and starts sampling others.
+        """Returns the batch of an update; the first update on a batch takes the next one and starts
+        sampling others.
 
         Without `off_policy_steps` the batch samples itself while it is trained on.
 
@@ -87,7 +100,8 @@ class BatchesAhead:
         if not steps:
             self._end = self._last.end if self._last else self._end
             return CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
-        # The thread runs every program of the devices that sample, so that their order is the same on all hosts.
+        # The thread runs every program of the devices that sample, so that their order is the same
+        # on all hosts.
         take = self._workshop.roller.take
         taken = self._begun(take.receive, take.hand_over(params))
         while len(self._waiting) <= steps:
@@ -112,7 +126,9 @@ class BatchesAhead:
             batch.result()
 
     def saved(self) -> bytes | None:
-        """Returns the responses of batches that are sampled but not yet trained on, as .npz; None if there are none."""
+        """Returns the responses of batches that are sampled but not yet trained on, as .npz; None
+        if there are none.
+        """
         if not self._waiting:
             return None
         arrays: dict[str, np.ndarray] = {}
@@ -122,7 +138,9 @@ class BatchesAhead:
             arrays[f"{number} place"] = np.array(place, np.int64)
             rollouts = batch.read
             arrays |= {f"{number} {name}": getattr(rollouts, name) for name in _ARRAYS}
-            arrays |= {f"{number} by_name {name}": array for name, array in rollouts.by_name.items()}
+            arrays |= {
+                f"{number} by_name {name}": array for name, array in rollouts.by_name.items()
+            }
         file = io.BytesIO()
         np.savez_compressed(file, allow_pickle=False, **arrays)
         return file.getvalue()
@@ -154,11 +172,18 @@ def _read(saved: bytes) -> list[_Saved]:
         number = 0
         while f"{number} place" in arrays:
             own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
-            by_name = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
-            # Older checkpoints do not state the responses of a group: such batches are sampled again.
+            by_name = {
+                name.removeprefix(prefix): arrays[name]
+                for name in arrays.files
+                if name.startswith(prefix)
+            }
+            # Older checkpoints do not state the responses of a group: such batches are sampled
+            # again.
             place: list[int] = arrays[f"{number} place"].tolist()
             first, num_prompts, num_generations = place if len(place) == 3 else (*place, 0)
-            found.append(_Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name])))
+            found.append(
+                _Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name]))
+            )
             number += 1
     return found
 

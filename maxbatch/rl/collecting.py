@@ -79,7 +79,9 @@ class CollectedBatch:
       read: the responses to all prompts that the batch reads, if they are sampled already.
     """
 
-    def __init__(self, workshop: Workshop, first: int, num_prompts: int, read: Rollouts | None = None) -> None:
+    def __init__(
+        self, workshop: Workshop, first: int, num_prompts: int, read: Rollouts | None = None
+    ) -> None:
         self._workshop, self.first, self.num_prompts = workshop, first, num_prompts
         self._group = workshop.batch.num_generations
         self._read = [read] if read else []
@@ -89,10 +91,11 @@ class CollectedBatch:
         self.problem = ""  # the reason why the first unscored response has no score
 
     def chunks(self, part: int, params: State) -> Iterator[Pairs]:
-        """Yields the chunks of an update, the last padded with rows of no weight; the first call samples the batch.
+        """Yields the chunks of an update, the last padded with rows of no weight; the first call
+        samples the batch.
 
-        The whole batch is sampled before the iteration ends, so that later parts do not depend on earlier updates. A
-        part without a group is one chunk of padding.
+        The whole batch is sampled before the iteration ends, so that later parts do not depend on
+        earlier updates. A part without a group is one chunk of padding.
 
         Args:
           part: the update's part of the batch, from 0 to `num_minibatches` - 1.
@@ -111,13 +114,19 @@ class CollectedBatch:
             length = self._workshop.length
             nothing = (np.zeros((0, length), kind) for kind in (np.int32, bool, np.float32))
             yield self._workshop.learner.place(
-                *(self._filled(array) for array in (*nothing, np.zeros(0, np.int32), np.zeros(0, np.float32)))
+                *(
+                    self._filled(array)
+                    for array in (*nothing, np.zeros(0, np.int32), np.zeros(0, np.float32))
+                )
             )
 
     def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
         batch, rows = self._workshop.batch, tuple[np.ndarray, ...]()
-        left = of_update = batch.minibatch_size * self._group  # pairs of the update that are not in a chunk yet
-        for rollouts in self._read if self._is_whole else self.collecting(self._workshop.roller.take(params)):
+        # pairs of the update that are not in a chunk yet
+        left = of_update = batch.minibatch_size * self._group
+        for rollouts in (
+            self._read if self._is_whole else self.collecting(self._workshop.roller.take(params))
+        ):
             kept = rollouts.pairs(self._trains_on(rollouts))
             more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
@@ -134,15 +143,19 @@ class CollectedBatch:
         return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
 
     def _trains_on(self, rollouts: Rollouts) -> np.ndarray:
-        """Returns bool[R]: the pairs that are trained on; with `filter_groups`, of groups whose rewards differ."""
+        """Returns bool[R]: the pairs that are trained on; with `filter_groups`, of groups whose
+        rewards differ.
+        """
         if self._workshop.batch.max_prompts_per_batch is None:
             return np.ones(len(rollouts.rewards_R), bool)
         return np.repeat(_differs(rollouts.rewards_R, self._group), self._group)
 
     def collecting(self, params: State) -> Iterator[Rollouts]:
-        """Yields the responses to the prompts that the batch reads, chunk by chunk, as they are sampled and scored.
+        """Yields the responses to the prompts that the batch reads, chunk by chunk, as they are
+        sampled and scored.
 
-        A chunk may hold prompts beyond the last one that the batch needs; these stay for the next batch.
+        A chunk may hold prompts beyond the last one that the batch needs; these stay for the next
+        batch.
 
         Args:
           params: the parameters on the devices that sample.
@@ -152,7 +165,11 @@ class CollectedBatch:
         limit = begin + (workshop.batch.max_prompts_per_batch or missing)
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
         while missing:
-            while begin < limit and len(under_way) < 2 and sum(len(prompts) for prompts, _ in under_way) < missing:
+            while (
+                begin < limit
+                and len(under_way) < 2
+                and sum(len(prompts) for prompts, _ in under_way) < missing
+            ):
                 number = min(workshop.batch.rollout_micro_batch_size, limit - begin)
                 under_way.append(self._start(params, workshop.prompts.read(begin, number)))
                 begin += number
@@ -181,7 +198,9 @@ class CollectedBatch:
         scores = score(self._workshop.rewards, sampled)
         self._reward_wait_s += time.perf_counter() - asked
         self.problem = self.problem or scores.problem
-        return Rollouts(*sampled[1:5], scores.rewards, scores.failed, scores.timed_out, scores.by_name)
+        return Rollouts(
+            *sampled[1:5], scores.rewards, scores.failed, scores.timed_out, scores.by_name
+        )
 
     @property
     def read(self) -> Rollouts:
@@ -228,10 +247,15 @@ class CollectedBatch:
             )
 
     def figures(self) -> dict[str, object]:
-        """Returns the figures of all responses that the batch has read, by the names of the metrics."""
+        """Returns the figures of all responses that the batch has read, by the names of the
+        metrics.
+        """
         read = self.read
         rewards = read.rewards_R
-        means = {Metric.REWARD_BY_FUNCTION.of(name): float(one.mean()) for name, one in read.by_name.items()}
+        means = {
+            Metric.REWARD_BY_FUNCTION.of(name): float(one.mean())
+            for name, one in read.by_name.items()
+        }
         filtered = self._workshop.batch.max_prompts_per_batch is not None
         return {
             Metric.REWARD: float(rewards.mean()),

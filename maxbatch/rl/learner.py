@@ -1,7 +1,7 @@
 """The training devices: an update as one program per chunk and one for the step.
 
-The update is pre-training's with another objective. Chunks are trained on while the next is sampled, so an update's
-sums are carried between calls, donated.
+The update is pre-training's with another objective. Chunks are trained on while the next is
+sampled, so an update's sums are carried between calls, donated.
 
 Shapes: M pairs of a chunk, L tokens.
 """
@@ -43,21 +43,31 @@ class Learner:
 
         def begin(params: State, frozen: State | None, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params, frozen)
-            sums = accumulation.add(staged, accumulation.start(staged), pairs, config.optimizer.gradient_noise_scale)
+            sums = accumulation.add(
+                staged, accumulation.start(staged), pairs, config.optimizer.gradient_noise_scale
+            )
             return sums, sums.losses_d.sum()
 
-        def add(params: State, frozen: State | None, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
+        def add(
+            params: State, frozen: State | None, sums: Sums, pairs: Pairs
+        ) -> tuple[Sums, jax.Array]:
             sums = accumulation.add(accumulation.staged(params, frozen), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
-        def step(state: TrainState, sums: Sums, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
-            return update(config.optimizer, state, accumulation.total(sums), settings, accumulation.balance)
+        def step(
+            state: TrainState, sums: Sums, settings: UpdateSettings
+        ) -> tuple[TrainState, StepMetrics]:
+            return update(
+                config.optimizer, state, accumulation.total(sums), settings, accumulation.balance
+            )
 
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
 
         def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = model.module(model.staged(params))
-            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards).logprobs_MxL
+            return token_logprobs(
+                decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards
+            ).logprobs_MxL
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
@@ -80,9 +90,13 @@ class Learner:
         return learner
 
     def place(
-        self, tokens_MxL: np.ndarray, mask_MxL: np.ndarray, logprobs_MxL: np.ndarray,
-        lengths_M: np.ndarray, advantages_M: np.ndarray,
-    ) -> Pairs:  # fmt: skip
+        self,
+        tokens_MxL: np.ndarray,
+        mask_MxL: np.ndarray,
+        logprobs_MxL: np.ndarray,
+        lengths_M: np.ndarray,
+        advantages_M: np.ndarray,
+    ) -> Pairs:
         """Puts a chunk on the training devices.
 
         Args:
@@ -95,8 +109,15 @@ class Learner:
         segments_MxL = (np.arange(tokens_MxL.shape[1]) < lengths_M[:, None]).astype(np.int32)
         advantages_MxL = np.where(mask_MxL, advantages_M[:, None], np.float32(0))
         tokens, segments, weights, old, advantages = (
-            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)  # every host has the whole chunk
-            for array in (tokens_MxL, segments_MxL, mask_MxL.astype(np.float32), logprobs_MxL, advantages_MxL)
+            # every host has the whole chunk
+            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)
+            for array in (
+                tokens_MxL,
+                segments_MxL,
+                mask_MxL.astype(np.float32),
+                logprobs_MxL,
+                advantages_MxL,
+            )
         )
         reference = old
         if self._reference is not None:
@@ -104,7 +125,9 @@ class Learner:
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
     def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
-        """Adds a chunk to the current update; returns a scalar that is ready when the chunk is done."""
+        """Adds a chunk to the current update; returns a scalar that is ready when the chunk is
+        done.
+        """
         if self._sums is None:
             added: tuple[Sums, jax.Array] = self._begin(state.params, state.frozen, pairs)
         else:

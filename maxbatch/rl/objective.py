@@ -1,10 +1,11 @@
 """Group-relative policy optimisation as an objective of the same update as pre-training.
 
-GRPO: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4; `epsilon_high` is DAPO's
-(Yu et al. 2025, https://arxiv.org/abs/2503.14476). gspo-token: Zheng et al. 2025 (https://arxiv.org/abs/2507.18071),
-equations 13 and 14.
+GRPO: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4;
+`epsilon_high` is DAPO's (Yu et al. 2025, https://arxiv.org/abs/2503.14476). gspo-token: Zheng et
+al. 2025 (https://arxiv.org/abs/2507.18071), equations 13 and 14.
 
-Shapes: M pairs of a chunk, L tokens of prompt and response, B pairs of a batch, G responses to a prompt.
+Shapes: M pairs of a chunk, L tokens of prompt and response, B pairs of a batch, G responses to a
+prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Pairs(NamedTuple):
     segments: jax.Array  # int32: 1 where there is a token, 0 at padding
     weights: jax.Array  # float32: 1 at the tokens of the response, else 0
     old_logprobs_MxL: jax.Array  # float32: log-probability of each token at sampling
-    reference_logprobs_MxL: jax.Array  # float32: under the reference parameters; unused if `grpo_beta` is 0
+    # float32: under the reference parameters; unused if `grpo_beta` is 0
+    reference_logprobs_MxL: jax.Array
     advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
 
 
@@ -50,7 +52,10 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
     differences_PxG = rewards_PxG - rewards_PxG.mean(axis=1, keepdims=True)
     deviations_Px1 = rewards_PxG.std(axis=1, keepdims=True)
     scaled_PxG = np.divide(
-        differences_PxG, deviations_Px1, out=np.zeros_like(differences_PxG), where=deviations_Px1 > 1e-9
+        differences_PxG,
+        deviations_Px1,
+        out=np.zeros_like(differences_PxG),
+        where=deviations_Px1 > 1e-9,
     )
     array: np.ndarray = scaled_PxG.reshape(-1).astype(np.float32)
     return array
@@ -65,15 +70,18 @@ def pair_losses(
       logprobs_MxL: float32, of each token under the trained parameters.
 
     Returns:
-      (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens (token-mean), over
-      the responses' sums (sequence-mean) or over the responses' means (sequence-mean-token-mean).
+      (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens
+      (token-mean), over the responses' sums (sequence-mean) or over the responses' means
+      (sequence-mean-token-mean).
     """
     mask_MxL = pairs.weights
     lengths_Mx1 = jnp.sum(mask_MxL, axis=1, keepdims=True)
     log_ratio_MxL = (logprobs_MxL - pairs.old_logprobs_MxL) * mask_MxL
     if config.loss_algo == "gspo-token":
         mean_Mx1 = jnp.sum(log_ratio_MxL, axis=1, keepdims=True) / jnp.maximum(lengths_Mx1, 1.0)
-        ratio_MxL = jnp.exp(jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL))
+        ratio_MxL = jnp.exp(
+            jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL)
+        )
     else:
         ratio_MxL = jnp.exp(log_ratio_MxL)
     low = 1 - config.grpo_epsilon
@@ -83,7 +91,8 @@ def pair_losses(
     losses_MxL = -jnp.minimum(gain_MxL, clipped_gain_MxL)
     kl = {}
     if config.grpo_beta:
-        # Schulman's unbiased, non-negative estimator of the divergence: http://joschu.net/blog/kl-approx.html
+        # Schulman's unbiased, non-negative estimator of the divergence:
+        # http://joschu.net/blog/kl-approx.html
         to_reference_MxL = pairs.reference_logprobs_MxL - logprobs_MxL
         kl_MxL = jnp.exp(to_reference_MxL) - to_reference_MxL - 1
         losses_MxL = losses_MxL + config.grpo_beta * kl_MxL

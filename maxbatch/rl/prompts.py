@@ -1,7 +1,8 @@
-"""Prompts: a stream determined by dataset, template and seed, with the fields of the prompts' records.
+"""Prompts: a stream determined by dataset, template and seed, with the fields of the prompts'
+records.
 
-With `deduplicate` the first of the records whose prompts have the same text is kept, and no held-out prompt is trained
-on.
+With `deduplicate` the first of the records whose prompts have the same text is kept, and no
+held-out prompt is trained on.
 
 Limits: records are in memory, as JSON; a dataset of prompts is one source, not a mixture.
 """
@@ -54,7 +55,8 @@ _RECORD = "the record"  # of a message, where its place is not known yet
 class Prompt:
     index: int  # in the stream of epochs, or in the held-out split
     text: str  # the prompt from template and record
-    tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
+    # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
+    tokens: np.ndarray
     record: dict[str, object]  # all fields, for the rewards; its own copy
 
 
@@ -62,8 +64,8 @@ class Prompt:
 class Prompts:
     """One split of the prompts.
 
-    The training stream is endless: epoch e is prompts e n to (e + 1) n - 1, each epoch another permutation of the
-    records. A held-out split is n prompts once, in order.
+    The training stream is endless: epoch e is prompts e n to (e + 1) n - 1, each epoch another
+    permutation of the records. A held-out split is n prompts once, in order.
     """
 
     records: Sequence[bytes]  # JSON objects, n of them
@@ -97,7 +99,9 @@ class Prompts:
         if first < 0 or count < 0 or not (self.is_endless or first + count <= self.num_prompts):
             end = "" if self.is_endless else f" to {self.num_prompts - 1}"
             raise IndexError(f"{count} prompts from {first}: there are prompts from 0{end}")
-        numbers = [place_in_epochs(first + i, self.num_prompts, self.shuffle).row for i in range(count)]
+        numbers = [
+            place_in_epochs(first + i, self.num_prompts, self.shuffle).row for i in range(count)
+        ]
         records = [json.loads(self.records[number]) for number in numbers]
         texts = [self.text.of(record, "the record") for record in records]
         tokens = self.text.tokens(texts)
@@ -110,16 +114,18 @@ class PromptSource:
     All are read, filled in and measured on construction.
 
     Raises:
-      ConfigError: unusable settings or data, with key, value and record; a prompt without tokens, or with more than
-        `max_prefill_predict_length`.
+      ConfigError: unusable settings or data, with key, value and record; a prompt without tokens,
+        or with more than `max_prefill_predict_length`.
     """
 
     def __init__(self, config: PromptConfig):
         self._config = config
         check_type(config.dataset_type)
         if read_mixture(config) is not None:
-            raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
-                              "files joined by ';' follow one another")  # fmt: skip
+            raise ConfigError(
+                f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with "
+                "weights; files joined by ';' follow one another"
+            )
         self._fraction = HeldOutFraction.of(config.eval_fraction)
         self._text = PromptText(self._config)
         self._held_out = None
@@ -163,7 +169,13 @@ class PromptSource:
         is_shuffled = trains and config.enable_data_shuffling
         shuffle = (config.data_shuffle_seed, dataset.content) if is_shuffled else None
         return Prompts(
-            records, self._text, identity, dataset.skipped, shuffle, is_endless=trains, has_chats=dataset.has_chats
+            records,
+            self._text,
+            identity,
+            dataset.skipped,
+            shuffle,
+            is_endless=trains,
+            has_chats=dataset.has_chats,
         )
 
 
@@ -177,8 +189,8 @@ class Written(NamedTuple):
 class PromptText:
     """Conversion of records to texts, and of texts to tokens.
 
-    With a template of a single field, such as "{messages}", a list of messages is a conversation: the tokenizer's chat
-    template writes it, up to the beginning of the assistant's answer.
+    With a template of a single field, such as "{messages}", a list of messages is a conversation:
+    the tokenizer's chat template writes it, up to the beginning of the assistant's answer.
     """
 
     def __init__(self, config: PromptConfig):
@@ -207,8 +219,10 @@ class PromptText:
         if messages is None:
             return Written(self.template.fill(record, place), is_chat=False)
         if messages[-1]["role"] == "assistant":
-            raise ConfigError(f"{where}: the last message is the assistant's, but a prompt ends before it; works: the "
-                              "messages before it")  # fmt: skip
+            raise ConfigError(
+                f"{where}: the last message is the assistant's, but a prompt ends before it; "
+                "works: the messages before it"
+            )
         chat = self.chat
         try:
             return Written(chat.text(messages), is_chat=True)
@@ -216,19 +230,31 @@ class PromptText:
             raise ConfigError(f"{where}: {error}") from None
 
     def _messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
-        """Returns a record's messages if its prompt is a conversation; raises ConversationError for broken ones."""
+        """Returns a record's messages if its prompt is a conversation; raises ConversationError for
+        broken ones.
+        """
         field = self.template.only_field
         found = record.get(field) if field else None
-        if isinstance(found, list) and any(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found):
+        if isinstance(found, list) and any(
+            isinstance(one, dict) and one.keys() & {"role", "from"} for one in found
+        ):
             return messages_of(found, field)
         return None
 
     def tokens(self, prompts: Sequence[Written]) -> list[np.ndarray]:
         """Returns the tokens of each prompt, int32[n]."""
-        plain = iter(self.tokenizer.encode_utf8_batch([one.text.encode("utf-8") for one in prompts if not one.is_chat]))
-        chats = iter(self.tokenizer.encode_markup_batch([one.text for one in prompts if one.is_chat]))
+        plain = iter(
+            self.tokenizer.encode_utf8_batch(
+                [one.text.encode("utf-8") for one in prompts if not one.is_chat]
+            )
+        )
+        chats = iter(
+            self.tokenizer.encode_markup_batch([one.text for one in prompts if one.is_chat])
+        )
         return [
-            next(chats).astype(np.int32) if one.is_chat else np.concatenate([self._bos, next(plain).astype(np.int32)])
+            next(chats).astype(np.int32)
+            if one.is_chat
+            else np.concatenate([self._bos, next(plain).astype(np.int32)])
             for one in prompts
         ]
 
@@ -251,7 +277,9 @@ class _PromptRecord(NamedTuple):
     reason: str = ""  # why it is left out
 
 
-def _read_dataset(config: PromptConfig, key: str, text: PromptText, held_out: _Dataset | None = None) -> _Dataset:
+def _read_dataset(
+    config: PromptConfig, key: str, text: PromptText, held_out: _Dataset | None = None
+) -> _Dataset:
     """Reads all records of a dataset, but for those of prompts that are held out."""
     where, records = _open(config, key)
     content = hashlib.blake2b(digest_size=16)
@@ -289,10 +317,14 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText, held_out: _D
         note(f"{where}: {skipped_text(skipped, reasons)}")
     lengths: list[int] = []
     for begin in range(0, len(kept), _TEXTS_AT_ONCE):
-        lengths += map(len, text.tokens([prompt for _, prompt in kept[begin : begin + _TEXTS_AT_ONCE]]))
+        lengths += map(
+            len, text.tokens([prompt for _, prompt in kept[begin : begin + _TEXTS_AT_ONCE]])
+        )
     check_lengths(config, lengths, lambda number: kept[number][0].where())
     has_chats = any(prompt.is_chat for _, prompt in kept)
-    return _Dataset([record.json for record, _ in kept], content.hexdigest(), skipped, texts, has_chats)
+    return _Dataset(
+        [record.json for record, _ in kept], content.hexdigest(), skipped, texts, has_chats
+    )
 
 
 def _fault(text: PromptText, record: _PromptRecord) -> ConfigError:
@@ -310,7 +342,8 @@ def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[_PromptRecord]]
         where = f"dataset_type={config.dataset_type}"
         numbered = enumerate(map(record_as_json, task.records()), 1)
         return where, (
-            _PromptRecord(record, partial("{} record {}".format, where, number)) for number, record in numbered
+            _PromptRecord(record, partial("{} record {}".format, where, number))
+            for number, record in numbered
         )
     source = DocumentSource.from_config(config, key, whole_records=True)
 

@@ -14,7 +14,8 @@ class ReadyTask(NamedTuple):
     """A task without a download."""
 
     records: Callable[[], list[dict[str, object]]]  # all prompts, in a fixed, well-mixed order
-    worked_answer: Callable[[Mapping[str, object], random.Random], str]  # draws one of several answers; one is right
+    # draws one of several answers; one is right
+    worked_answer: Callable[[Mapping[str, object], random.Random], str]
 
 
 TASKS = {

@@ -29,8 +29,9 @@ def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> 
         )
     if config.warm_start_steps and not config.warm_start_path and dataset_type not in READY_TASKS:
         raise ConfigError(
-            f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-            f"examples of dataset_type={' or '.join(READY_TASKS)}, not {dataset_type}; works: warm_start_steps=0"
+            f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents "
+            f"are worked examples of dataset_type={' or '.join(READY_TASKS)}, not {dataset_type}; "
+            "works: warm_start_steps=0"
         )
     if dataset_type in READY_TASKS and not prompts.skip_bad_records:
         _check_ready_prompts(prompts)
@@ -41,9 +42,11 @@ def check_type(dataset_type: str) -> None:
     if dataset_type not in (*READY_TASKS, *RECORD_TYPES):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
         known = ", ".join((*READY_TASKS, *RECORD_TYPES))
-        raise ConfigError(f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records with "
-                          f"fields: one of {known}; works: dataset_type={nearest}, or "
-                          "batch_size=null and global_batch_size for documents")  # fmt: skip
+        raise ConfigError(
+            f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records "
+            f"with fields: one of {known}; works: dataset_type={nearest}, or batch_size=null and "
+            "global_batch_size for documents"
+        )
 
 
 def _check_rewards(reward: str) -> None:
@@ -64,16 +67,24 @@ def _check_ready_prompts(config: PromptConfig) -> None:
     if config.tokenizer_type == "byte":
         lengths = [len(text.encode()) + config.add_bos for text in texts]
         check_lengths(config, lengths, lambda number: f"{where} record {number + 1}")
-    if 0 < config.eval_fraction * len(records) < 1:  # the split imports NumPy, which would slow a plan
+    # the split imports NumPy, which would slow a plan
+    if 0 < config.eval_fraction * len(records) < 1:
         from maxbatch.data.store.heldout import HeldOutFraction
 
         HeldOutFraction.of(config.eval_fraction).refuse_empty(len(records), "prompts")
 
 
-def check_lengths(config: PromptConfig, lengths: Sequence[int], where: Callable[[int], str]) -> None:
-    """Raises ConfigError if a prompt, by its number from 0, has no token or too many; `where` names its record."""
+def check_lengths(
+    config: PromptConfig, lengths: Sequence[int], where: Callable[[int], str]
+) -> None:
+    """Raises ConfigError if a prompt, by its number from 0, has no token or too many; `where` names
+    its record.
+    """
     numbers = range(len(lengths))
-    longest, shortest = max(numbers, key=lambda n: lengths[n]), min(numbers, key=lambda n: lengths[n])
+    longest, shortest = (
+        max(numbers, key=lambda n: lengths[n]),
+        min(numbers, key=lambda n: lengths[n]),
+    )
     most = config.max_prefill_predict_length
     if lengths[longest] > most:
         others = sum(length > most for length in lengths) - 1
@@ -81,8 +92,12 @@ def check_lengths(config: PromptConfig, lengths: Sequence[int], where: Callable[
         works = f"max_prefill_predict_length={lengths[longest]}"
         if lengths[longest] >= config.max_target_length:
             works += f" max_target_length={lengths[longest] + config.max_target_length - most}"
-        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of {where(longest)} has "
-                          f"{lengths[longest]} tokens{more}; works: {works}")  # fmt: skip
+        raise ConfigError(
+            f"max_prefill_predict_length={most}: the prompt of {where(longest)} has "
+            f"{lengths[longest]} tokens{more}; works: {works}"
+        )
     if not lengths[shortest]:
-        raise ConfigError(f"add_bos=false: the prompt of {where(shortest)} has no token to respond to; "
-                          "works: add_bos=true")  # fmt: skip
+        raise ConfigError(
+            f"add_bos=false: the prompt of {where(shortest)} has no token to respond to; "
+            "works: add_bos=true"
+        )

@@ -37,25 +37,28 @@ def scorer(sources: Mapping[str, str]) -> Callable[[ResponseToScore], tuple[floa
     """Returns a scorer by the functions of `sources`.
 
     Args:
-      sources: of each function ("module:function", "path/FILE.py:function") the hash of its source at the start, which
-        a worker that replaces another one must find again.
+      sources: of each function ("module:function", "path/FILE.py:function") the hash of its source
+        at the start, which a worker that replaces another one must find again.
 
     Raises:
       RewardChanged: a source has another hash.
       ImportError: a function cannot be imported; the message gives the reason in one line.
     """
     functions = [_import_function(spec) for spec in sources]
-    for spec, source in sources.items():  # after the import, so that what was imported is what was hashed
+    # after the import, so that what was imported is what was hashed
+    for spec, source in sources.items():
         if source_hash(spec) != source:
             raise RewardChanged(
-                f"{spec.rpartition(':')[0]} has changed since this start, and all responses must be scored by one "
-                "source; put the former one back, or start again"
+                f"{spec.rpartition(':')[0]} has changed since this start, and all responses must "
+                "be scored by one source; put the former one back, or start again"
             )
     return lambda question: tuple(_score(function, question) for function in functions)
 
 
 def _score(function: RewardFunction, question: ResponseToScore) -> float:
-    """Returns a function's number, finite or not; raises RewardError if it raised, even SystemExit, or has none."""
+    """Returns a function's number, finite or not; raises RewardError if it raised, even SystemExit,
+    or has none.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     try:
         value = function(question.prompt, question.response, copy.deepcopy(question.record))
@@ -79,5 +82,7 @@ def _import_function(spec: str) -> RewardFunction:
         try:
             inspect.signature(function).bind("prompt", "response", {})
         except TypeError as error:
-            raise ImportError(f"{spec.rpartition(':')[2]} must take (prompt, response, record) ({error})") from error
+            raise ImportError(
+                f"{spec.rpartition(':')[2]} must take (prompt, response, record) ({error})"
+            ) from error
     return function

@@ -20,10 +20,11 @@ class RewardTerm(NamedTuple):
 
 
 def parse_rewards(text: str) -> list[RewardTerm]:
-    """Parses the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
+    """Parses the key `reward`: "module:function", "FILE.py:function", or several,
+    "a:f,0.7;b:g,0.3".
 
-    The default weight is 1; weights are not normalised. Metrics use a function's name, or the whole term if two share a
-    name.
+    The default weight is 1; weights are not normalised. Metrics use a function's name, or the whole
+    term if two share a name.
 
     Raises:
       ConfigError: the text is malformed, or names a function twice.
@@ -47,7 +48,9 @@ def sources_of(terms: Sequence[RewardTerm]) -> dict[str, str]:
 
 
 def identity_of(terms: Sequence[RewardTerm], sources: Mapping[str, str]) -> dict[str, str]:
-    """Returns the identity of `reward`, independent of paths: names, weights and hashes of sources."""
+    """Returns the identity of `reward`, independent of paths: names, weights and hashes of
+    sources.
+    """
     return {
         f"reward {number}": f"{term.name} x {term.weight:g}, source {sources[term.spec]}"
         for number, term in enumerate(terms, 1)
@@ -61,13 +64,17 @@ def _parse_term(text: str, item: str) -> tuple[str, float]:
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
         works = "works: reward=maxbatch.rl.arithmetic:is_right"
-        raise reward_error(text, f"{shown(item)!r} is not module:function or FILE.py:function; {works}")
+        raise reward_error(
+            text, f"{shown(item)!r} is not module:function or FILE.py:function; {works}"
+        )
     try:
         number = float(weight)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise reward_error(text, f"the weight {shown(weight)!r} is no finite number; works: {spec},1")
+        raise reward_error(
+            text, f"the weight {shown(weight)!r} is no finite number; works: {spec},1"
+        )
     return spec, number
 
 

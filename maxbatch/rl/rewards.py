@@ -1,12 +1,13 @@
 """Rewards: the user's functions, which score responses in worker processes.
 
-A function takes (prompt, response, record), the texts without special tokens and the fields of the prompt's record, and
-returns a number. If it raises, crashes, exceeds `reward_timeout_s` or returns no finite number, this response scores
-`reward_on_failure` and is counted. Every response is scored once, unless its worker is killed from outside (SIGKILL by
-a person, or when memory runs out); then a new worker scores it again, and the third kill is a failure.
+A function takes (prompt, response, record), the texts without special tokens and the fields of the
+prompt's record, and returns a number. If it raises, crashes, exceeds `reward_timeout_s` or returns
+no finite number, this response scores `reward_on_failure` and is counted. Every response is scored
+once, unless its worker is killed from outside (SIGKILL by a person, or when memory runs out); then
+a new worker scores it again, and the third kill is a failure.
 
-Workers and the trainer have equal shares of the machine's memory; an allocation beyond a worker's share raises
-MemoryError in the function.
+Workers and the trainer have equal shares of the machine's memory; an allocation beyond a worker's
+share raises MemoryError in the function.
 
 Limits: a function interrupted by the time limit may leave behind its own child processes.
 """
@@ -25,7 +26,13 @@ import numpy as np
 
 from maxbatch.config.sections import RLConfig
 from maxbatch.rl.reward_functions import ResponseToScore, RewardChanged, scorer
-from maxbatch.rl.reward_terms import RewardTerm, identity_of, parse_rewards, reward_error, sources_of
+from maxbatch.rl.reward_terms import (
+    RewardTerm,
+    identity_of,
+    parse_rewards,
+    reward_error,
+    sources_of,
+)
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
@@ -34,7 +41,9 @@ _ATTEMPTS = 3  # tries of a response whose worker is killed
 
 
 class ResponseScores(NamedTuple):
-    """The scores of n responses, in the order of the questions; `reward_on_failure` for failed ones."""
+    """The scores of n responses, in the order of the questions; `reward_on_failure` for failed
+    ones.
+    """
 
     rewards: np.ndarray  # float32[n], the weighted sum of the functions
     by_name: dict[str, np.ndarray]  # float32[n] of each function
@@ -57,7 +66,8 @@ class ResponseScores(NamedTuple):
         return cls(
             rewards=column((part["rewards"] for part in parts), np.float32),
             by_name={
-                name: column((part["by_name"][name] for part in parts), np.float32) for name in parts[0]["by_name"]
+                name: column((part["by_name"][name] for part in parts), np.float32)
+                for name in parts[0]["by_name"]
             },
             failed=column((part["failed"] for part in parts), bool),
             timed_out=column((part["timed_out"] for part in parts), bool),
@@ -99,8 +109,12 @@ class Pending:
         columns[bad] = self.on_failure
         problem = ""
         if len(bad):
-            problem = str(problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}")
-        timed_out = np.array([isinstance(problems.get(i), TimedOut) for i in range(len(columns))], bool)
+            problem = str(
+                problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}"
+            )
+        timed_out = np.array(
+            [isinstance(problems.get(i), TimedOut) for i in range(len(columns))], bool
+        )
         return ResponseScores(
             rewards=columns[:, 0],
             by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self.terms)},
@@ -129,7 +143,11 @@ class Rewards:
         workers = config.reward_worker_count
         share = host_memory() // (workers + 1)
         self._pool = WorkerPool(
-            setup, workers, limit_s=float(config.reward_timeout_s), memory_bytes=share, attempts=_ATTEMPTS
+            setup,
+            workers,
+            limit_s=float(config.reward_timeout_s),
+            memory_bytes=share,
+            attempts=_ATTEMPTS,
         )
         try:
             self._pool.wait_for_setup()

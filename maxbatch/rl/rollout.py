@@ -63,14 +63,23 @@ class Roller:
         end_ids: tuple[int, ...] = (),
     ) -> None:
         config = _of_sampling(config)
-        self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
+        self._config, self._tokenizer, self._num_pairs, self._group = (
+            config,
+            tokenizer,
+            num_pairs,
+            group,
+        )
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self.take = Resharding(_policy_shardings(config, mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
-            config, tokenizer, mesh, prompt_length=config.max_prefill_predict_length, returns_whole=several_hosts,
+            config,
+            tokenizer,
+            mesh,
+            prompt_length=config.max_prefill_predict_length,
+            returns_whole=several_hosts,
             jit=jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat))),
-        )  # fmt: skip
+        )
 
     def start(
         self,
@@ -82,7 +91,8 @@ class Roller:
     ) -> Responses:
         """Dispatches the sampling of responses.
 
-        They depend only on the seed, the prompt's index, the generation's number and the parameters.
+        They depend only on the seed, the prompt's index, the generation's number and the
+        parameters.
         """
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
@@ -96,14 +106,18 @@ class Roller:
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
         # By default TPUs and GPUs round the factors of float32 products.
         with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
-            return self._sampler(params, self._sampler.rows([prompt.tokens for prompt in read], draws_Rx3), rules)
+            return self._sampler(
+                params, self._sampler.rows([prompt.tokens for prompt in read], draws_Rx3), rules
+            )
 
     def text(self, response: np.ndarray) -> str:
         """Decodes a response's tokens (int32[n]), without end tokens."""
         ends = {self._tokenizer.eos_id, *self._end_ids}
         return self._tokenizer.decode([token for token in response.tolist() if token not in ends])
 
-    def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
+    def read(
+        self, prompts: Sequence[Prompt], num_generations: int, responses: Responses
+    ) -> SampledPairs:
         """Waits for responses and decodes them."""
         rows = len(prompts) * num_generations
         fetched = (np.asarray(x)[:rows] for x in jax.device_get(responses))
@@ -111,13 +125,16 @@ class Roller:
         slots_L = np.arange(tokens_RxL.shape[1])
         mask_RxL = (slots_L >= starts_R[:, None]) & (slots_L < lengths_R[:, None])
         texts = [
-            self.text(tokens[start:end]) for tokens, start, end in zip(tokens_RxL, starts_R, lengths_R, strict=True)
+            self.text(tokens[start:end])
+            for tokens, start, end in zip(tokens_RxL, starts_R, lengths_R, strict=True)
         ]
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
 
 
 def _policy_shardings(config: RolloutConfig, mesh: Mesh) -> State:
-    """Returns the shardings of the policy's parameters on the sampling mesh, with unmerged adapters."""
+    """Returns the shardings of the policy's parameters on the sampling mesh, with unmerged
+    adapters.
+    """
     model = abstract_model(config)[1]
     shardings = parameter_shardings(model, mesh)
     adapters = Adapters.from_config(config.adapters, config.quantization)
@@ -130,7 +147,8 @@ def _of_sampling(config: RolloutConfig) -> RolloutConfig:
     """Returns the sampling model's keys, with `sampler_dtype` if stated."""
     if config.rl.sampler_dtype in (None, config.dtype):
         return config
-    return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})  # cudnn only takes bfloat16
+    # cudnn only takes bfloat16
+    return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})
 
 
 def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
@@ -139,13 +157,22 @@ def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
     Call it from one thread at a time; other threads may run.
     """
     group, count = len(sampled.texts) // len(sampled.prompts), len(sampled.texts)
-    begin, end = (count * host // jax.process_count() for host in (jax.process_index(), jax.process_index() + 1))
+    begin, end = (
+        count * host // jax.process_count()
+        for host in (jax.process_index(), jax.process_index() + 1)
+    )
     questions = [
-        ResponseToScore(sampled.prompts[row // group].text, sampled.texts[row], sampled.prompts[row // group].record)
+        ResponseToScore(
+            sampled.prompts[row // group].text,
+            sampled.texts[row],
+            sampled.prompts[row // group].record,
+        )
         for row in range(begin, end)
     ]
     own = rewards.submit(questions).result()
-    return own if jax.process_count() == 1 else ResponseScores.joined(gather(own.to_json(), "scores"))
+    return (
+        own if jax.process_count() == 1 else ResponseScores.joined(gather(own.to_json(), "scores"))
+    )
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:

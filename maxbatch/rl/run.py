@@ -1,7 +1,8 @@
 """GRPO post-training: steps on sampled and scored responses.
 
-All pairs of a batch are drawn from one version of the parameters: those before its first update, or before the first
-update of the batch `off_policy_steps` earlier. So neither chunks nor parallel work change the batch.
+All pairs of a batch are drawn from one version of the parameters: those before its first update, or
+before the first update of the batch `off_policy_steps` earlier. So neither chunks nor parallel work
+change the batch.
 """
 
 from __future__ import annotations
@@ -43,13 +44,22 @@ from maxbatch.system.folding import counted
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.flags import flags_in_force, state_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data, model_of
+from maxbatch.training.task import (
+    Dispatched,
+    ShowText,
+    Start,
+    TaskData,
+    TaskModel,
+    check_same_data,
+    model_of,
+)
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 
 
 def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) -> Outcome:
-    """Trains a policy by a config with a `batch_size`; resumes from the newest checkpoint of `run_dir`.
+    """Trains a policy by a config with a `batch_size`; resumes from the newest checkpoint of
+    `run_dir`.
 
     Raises:
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
@@ -68,7 +78,9 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
             assert session.plan.rl is not None, "the config states a batch of prompts"
             if config.warm_start_steps:
                 updates = counted(config.warm_start_steps, "update")
-                context.console.print(f"warm start: {updates} on worked examples, before reinforcement learning")
+                context.console.print(
+                    f"warm start: {updates} on worked examples, before reinforcement learning"
+                )
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
                 return Outcome(session.position, warm.stopped_by, config.run_dir)
@@ -86,7 +98,8 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
     """Opens the prompts and the rewards of a run.
 
     Raises:
-      ConfigError: the config, the prompts or the rewards cannot be used, or the hosts have different prompts.
+      ConfigError: the config, the prompts or the rewards cannot be used, or the hosts have
+        different prompts.
     """
     config = context.config
     prompting = config.prompting
@@ -98,7 +111,9 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
     identity = broadcast(lambda: prompts.identity)
     check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)
     data = TaskData(identity, prompts.num_prompts, jax.process_count(), unit="prompts")
-    return OpenedPolicy(context, config.learner, config.rollout, rewards, timeline, source, prompts, data)
+    return OpenedPolicy(
+        context, config.learner, config.rollout, rewards, timeline, source, prompts, data
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +144,8 @@ class OpenedPolicy:
     def why_untrained(self) -> str:
         reward = self.context.config.reward
         return (
-            f"the responses to each prompt all had one reward; look at reward={reward}, or sample more "
-            "(num_generations)"
+            f"the responses to each prompt all had one reward; look at reward={reward}, or sample "
+            "more (num_generations)"
         )
 
     def plan(self, resume: Resume) -> PlannedPolicy:
@@ -147,23 +162,31 @@ class OpenedPolicy:
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
         shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
-        trainers, samplers = share_out(devices, batch.num_trainer_devices, batch.num_sampler_devices)
+        trainers, samplers = share_out(
+            devices, batch.num_trainer_devices, batch.num_sampler_devices
+        )
         mesh = sampling_mesh = lay_out(meshes.training, trainers)
         if meshes.sampling is not meshes.training and shares_devices:
             sampling_mesh = lay_out_again(meshes.sampling, mesh)
         elif meshes.sampling is not meshes.training:
             sampling_mesh = lay_out(meshes.sampling, samplers)
         learner = Learner(self.keys, mesh)
-        num_pairs, group = batch.rollout_micro_batch_size * batch.num_generations, batch.num_generations
+        num_pairs, group = (
+            batch.rollout_micro_batch_size * batch.num_generations,
+            batch.num_generations,
+        )
         tokenizer = self.prompts.tokenizer
         workshop = Workshop(
             batch=batch,
             prompts=self.prompts,
-            roller=Roller(self.rollout, tokenizer, sampling_mesh, num_pairs, group, self.prompts.end_ids),
+            roller=Roller(
+                self.rollout, tokenizer, sampling_mesh, num_pairs, group, self.prompts.end_ids
+            ),
             rewards=self.rewards,
             learner=learner,
             timeline=self.timeline,
-            # Two threads may dispatch the programs of two meshes in different orders on different hosts.
+            # Two threads may dispatch the programs of two meshes in different orders on different
+            # hosts.
             takes_turns=must_take_turns(samplers) and (shares_devices or jax.process_count() > 1),
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
@@ -173,7 +196,9 @@ class OpenedPolicy:
 
 @dataclass(frozen=True, eq=False)
 class PlannedPolicy:
-    """Training of a policy with its plan, its two meshes and their programs (`maxbatch.training.task.Planned`)."""
+    """Training of a policy with its plan, its two meshes and their programs
+    (`maxbatch.training.task.Planned`).
+    """
 
     opened: OpenedPolicy
     plan: BatchPlan
@@ -195,7 +220,10 @@ class PlannedPolicy:
         reads = opened.rewards.identity
         reads["end tokens of a response"] = str(opened.prompts.end_ids)
         if held_out:
-            reads |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
+            reads |= {
+                f"{name} of the held-out prompts": str(value)
+                for name, value in held_out.identity.items()
+            }
         check_agreed(reads, "give every host the same files")
         if start.is_new:
             opens = not config.warm_start_steps  # which opens the starting point
@@ -220,7 +248,9 @@ class BuiltPolicy:
     has_eval_loss: ClassVar[bool] = False
     introduction: ClassVar[Sequence[str]] = ()
 
-    def run(self, restored: TrainState | None, show: ShowText, stack: ExitStack) -> tuple[RunningPolicy, TrainState]:
+    def run(
+        self, restored: TrainState | None, show: ShowText, stack: ExitStack
+    ) -> tuple[RunningPolicy, TrainState]:
         """Makes the first state and the reference of the divergence; evaluates a new policy."""
         opened, planned, context = self.opened, self.planned, self.opened.context
         config, position = context.config, self.start.position
@@ -234,32 +264,53 @@ class BuiltPolicy:
         evaluator = None
         if self.held_out:
             evaluator = open_evaluator(
-                config.evaluation, opened.rollout, self.held_out, planned.plan, planned.sampling_mesh, opened.rewards
+                config.evaluation,
+                opened.rollout,
+                self.held_out,
+                planned.plan,
+                planned.sampling_mesh,
+                opened.rewards,
             )
         running = RunningPolicy(opened, planned, position.step, ahead, transcripts, evaluator)
         if evaluator and position.step == 0:
             with context.sessions.during(TimePart.EVAL):
                 found = running.evaluate(state, 1)
-            running.unrecorded.update({Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()})
+            running.unrecorded.update(
+                {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
+            )
             context.console.print(
-                f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
-                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward {found[Metric.EVAL_REWARD]:.3f}"
+                f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} (greedy "
+                f"{found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward "
+                f"{found[Metric.EVAL_REWARD]:.3f}"
             )
         return running, state
 
     def _batches_ahead(self, planned: PlannedPolicy) -> BatchesAhead:
-        """Returns the batches of the run; a batch is collected at the latest during its first update."""
+        """Returns the batches of the run; a batch is collected at the latest during its first
+        update.
+        """
         manager, workshop = planned.plan.manager, planned.workshop
 
         def num_prompts(first: int) -> int:
-            # Batches after the end of the run are whole: a longer run may resume from its last checkpoint.
-            return manager.rows_at(first) // workshop.batch.num_generations or workshop.batch.batch_size
+            # Batches after the end of the run are whole: a longer run may resume from its last
+            # checkpoint.
+            return (
+                manager.rows_at(first) // workshop.batch.num_generations
+                or workshop.batch.batch_size
+            )
 
         ahead = BatchesAhead(
-            workshop, self.start.position.samples_seen, num_prompts, not planned.shares_devices, self.start.ahead
+            workshop,
+            self.start.position.samples_seen,
+            num_prompts,
+            not planned.shares_devices,
+            self.start.ahead,
         )
         if ahead.left_out:
-            warn("the responses in the checkpoint belong to other batches than the next ones, which are sampled again")
+            warn(
+                "the responses in the checkpoint belong to other batches than the next ones, "
+                "which are sampled again"
+            )
         return ahead
 
     def _state(self, restored: TrainState | None) -> TrainState:
@@ -268,7 +319,11 @@ class BuiltPolicy:
         if restored and abstract.frozen is None:
             return restored
         model = self._first_parameters()
-        return restored._replace(frozen=model) if restored else init_opt_state(self.opened.keys, abstract, model)
+        return (
+            restored._replace(frozen=model)
+            if restored
+            else init_opt_state(self.opened.keys, abstract, model)
+        )
 
     def _first_parameters(self) -> State:
         return first_parameters(self.start.parameters, self.opened.keys, self.planned.abstract)
@@ -284,11 +339,14 @@ class RunningPolicy:
     batches_ahead: BatchesAhead
     transcripts: Transcripts
     evaluator: PolicyEvaluator | None
-    unrecorded: dict[str, float] = field(default_factory=dict)  # metrics of an eval, for the next record
-    rewards_seen: set[float] = field(default_factory=set)  # the least and the greatest of each batch
+    # metrics of an eval, for the next record
+    unrecorded: dict[str, float] = field(default_factory=dict)
+    # the least and the greatest of each batch
+    rewards_seen: set[float] = field(default_factory=set)
     problems: set[str] = field(default_factory=set)  # failures of rewards that a warning has named
 
-    takes_turns: ClassVar[bool] = True  # the responses of a batch need the parameters of the previous update
+    # the responses of a batch need the parameters of the previous update
+    takes_turns: ClassVar[bool] = True
 
     @property
     def evaluates(self) -> bool:
@@ -302,7 +360,9 @@ class RunningPolicy:
             yield PolicyBatch(planned, update)
             update = 0 if planned.end_sample > planned.first_sample else update + 1
 
-    def step(self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
+    def step(
+        self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan
+    ) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first update on a batch also samples and scores its pairs."""
         started = time.perf_counter()
         workshop, timeline, planned = self.planned.workshop, self.opened.timeline, batch.planned
@@ -323,7 +383,10 @@ class RunningPolicy:
         if ends_batch:
             self._note_rewards(collected)
         if collected.problem and not self.problems:
-            warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
+            warn(
+                f"a reward has no value: {collected.problem}; such a response scores "
+                "reward_on_failure"
+            )
             self.problems.add(collected.problem)
         num_pairs = collected.num_pairs(part)
         # An update without pairs changes nothing, but its decays must be finite.
@@ -363,7 +426,10 @@ class RunningPolicy:
             if rewards.min() == rewards.max():
                 every = f"{rewards[0]:g} for all {rewards.size} responses to {most} prompts"
                 reason = f"the reward is constant, {every}"
-            warn(f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: {reason}")
+            warn(
+                f"the batch from prompt {collected.first} trains on {collected.num_groups} "
+                f"groups: {reason}"
+            )
 
     def compile_rest(self) -> None:
         """Does nothing: each program is compiled when it first runs."""

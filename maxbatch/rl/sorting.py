@@ -2,8 +2,9 @@
 
 A prompt is a list of four digits, "7352>", one of 10^4; its answer is "2357".
 
-A worked example's answer is the list in an order drawn uniformly from `ORDERS`. Few lists are equal in two orders, so a
-model that imitates the examples is right about one time in four. Only the reward tells which order is wanted.
+A worked example's answer is the list in an order drawn uniformly from `ORDERS`. Few lists are equal
+in two orders, so a model that imitates the examples is right about one time in four. Only the
+reward tells which order is wanted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def records() -> list[dict[str, object]]:
 
 
 def is_sorted(prompt: str, response: str, record: dict[str, object]) -> float:
-    """Returns the task's reward: 1.0 for exactly the sorted list, apart from spaces around it, else 0.0."""
+    """Returns the task's reward: 1.0 for exactly the sorted list, apart from spaces around it, else
+    0.0.
+    """
     return float(response.strip() == record["answer"])
 
 

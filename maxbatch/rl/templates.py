@@ -18,7 +18,9 @@ class _NotText(Exception):
 class _Texts(string.Formatter):
     """The rules of `str.format`, but null, lists, objects and truth values are no texts."""
 
-    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, object]:
+    def get_field(
+        self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[object, object]:
         value, name = super().get_field(field_name, args, kwargs)
         return _Value(value, field_name), name
 
@@ -41,8 +43,8 @@ class _Value(NamedTuple):
 class Template:
     """A text with fields in braces, such as "Q: {question}\\nA:".
 
-    Literal braces are doubled. `{messages[0][content]}` reaches into lists and objects. An invalid template, or one
-    without a field, raises ConfigError.
+    Literal braces are doubled. `{messages[0][content]}` reaches into lists and objects. An invalid
+    template, or one without a field, raises ConfigError.
     """
 
     def __init__(self, text: str):
@@ -65,17 +67,21 @@ class Template:
     def fill(self, record: Mapping[str, object], place: str) -> str:
         """Fills the template from a record; `place` names the record in messages.
 
-        A number is written only beside other text, or by a format of the template's own (`{x:.2f}`, `{x!r}`).
+        A number is written only beside other text, or by a format of the template's own (`{x:.2f}`,
+        `{x!r}`).
 
         Raises:
-          ConfigError: a field is missing, null, or no text, all fields are empty, or a value does not fit its format.
+          ConfigError: a field is missing, null, or no text, all fields are empty, or a value does
+            not fit its format.
         """
         for name in self._fields:
             if name not in record:
                 known = shown(", ".join(map(repr, record)), 200) or "none"
                 nearest = nearest_name(name, record)
                 works = f"; nearest: {{{nearest}}}" if nearest else ""
-                raise self._error(f"{place} has no field {shown(repr(name))}; its fields: {known}{works}")
+                raise self._error(
+                    f"{place} has no field {shown(repr(name))}; its fields: {known}{works}"
+                )
             if record[name] is None:
                 raise self._error(f"{place}: field {name!r} is null")
         if self.only_field and not isinstance(record.get(self.only_field, ""), str):
@@ -88,7 +94,9 @@ class Template:
         except _NotText as error:
             raise self._error(f"{place}: {error}") from None
         except (LookupError, AttributeError, ValueError, TypeError) as error:
-            raise self._error(f"cannot be filled by {place} ({type(error).__name__}: {error})") from None
+            raise self._error(
+                f"cannot be filled by {place} ({type(error).__name__}: {error})"
+            ) from None
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"prompt_template={shown(repr(self.text))}: {problem}")

@@ -50,12 +50,16 @@ class Timeline:
             for side, own in self._works.items():
                 going_on = [work for work in own if not work.ended.done()]
                 works[side] = [(work.dispatched, until) for work in going_on]
-                works[side] += [(work.dispatched, work.ended.result()) for work in own if work not in going_on]
+                works[side] += [
+                    (work.dispatched, work.ended.result()) for work in own if work not in going_on
+                ]
                 own[:] = going_on
         ends = {end for intervals in works.values() for interval in intervals for end in interval}
         busy = dict.fromkeys((*works, "both"), 0.0)
         for start, end in pairwise(sorted({min(max(end, since), until) for end in ends})):
-            at_work = [side for side in works if any(s <= start and end <= e for s, e in works[side])]
+            at_work = [
+                side for side in works if any(s <= start and end <= e for s, e in works[side])
+            ]
             for side in (*at_work, "both") if 1 < len(at_work) == len(works) else at_work:
                 busy[side] += end - start
         return {side: seconds / max(until - since, 1e-9) for side, seconds in busy.items()}

@@ -13,8 +13,8 @@ from maxbatch.training.task import ShowText
 class Transcripts:
     """Lines of `transcripts.jsonl`; evals' lines are also texts in TensorBoard.
 
-    An eval's line has `step` and `transcripts`, a batch's line `step` (of its first update) and `trained`. Drops lines
-    of updates after `step`, which will be redone.
+    An eval's line has `step` and `transcripts`, a batch's line `step` (of its first update) and
+    `trained`. Drops lines of updates after `step`, which will be redone.
 
     Args:
       period: batches between lines of a batch; -1: no lines.
@@ -30,7 +30,8 @@ class Transcripts:
         if self._log:
             self._log.append({"step": step, "transcripts": transcripts})
         lines = [
-            f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
+            f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} "
+            f"{t.prompt}{t.response}"
             for t in evaluation.transcripts
         ]
         self._show(step, "transcripts", "\n".join(lines))

@@ -1,9 +1,11 @@
-"""Rewards that come with maxbatch: a number against the record's answer, and a program against the record's tests.
+"""Rewards that come with maxbatch: a number against the record's answer, and a program against the
+record's tests.
 
 `reward="maxbatch.rl.verifiers:right_number"` and `reward="maxbatch.rl.verifiers:passes_tests"`.
 
-Limits: a program runs with its user's rights. The limits apply per process, and a process that leaves its group
-survives. They stop endless loops and large allocations, but not a malicious program.
+Limits: a program runs with its user's rights. The limits apply per process, and a process that
+leaves its group survives. They stop endless loops and large allocations, but not a malicious
+program.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PROGRAM_LIMIT_S = 5.0  # per program with its tests
 PROGRAM_MEMORY_BYTES = 1 << 30
 
-# Its argument is maxbatch's folder; one line of standard input has the limits, two tokens, the program and its tests as
-# a literal. It writes the first token when the limits are set, and the second after the last test passed.
+# Its argument is maxbatch's folder; one line of standard input has the limits, two tokens, the
+# program and its tests as a literal. It writes the first token when the limits are set, and the
+# second after the last test passed.
 _RUNNER = """
 import ast, os, resource, signal, sys
 sys.path.append(sys.argv.pop())
@@ -61,8 +64,8 @@ _ROOT = str(Path(__file__).parents[2])
 def right_number(prompt: str, response: str, record: dict[str, object]) -> float:
     """Returns 1.0 if a response's final number equals the record's `answer`, else 0.0.
 
-    The final number is in \\boxed{}, else after `####`, else the last in the text. The same applies to `answer`, a
-    number or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
+    The final number is in \\boxed{}, else after `####`, else the last in the text. The same applies
+    to `answer`, a number or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
 
     Raises:
       ValueError: the record has no `answer` with a number.
@@ -101,9 +104,10 @@ def _fraction(text: str) -> Fraction | None:
 def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float:
     """Returns 1.0 if a response's Python program passes all of the record's `tests`, else 0.0.
 
-    The program is the response's last ``` block, or all of it. Tests are Python statements that raise unless the
-    program is right, such as "assert double(2) == 4", as one text or a list. They run after the program in the same new
-    process, in an empty folder, limited by `PROGRAM_LIMIT_S` and `PROGRAM_MEMORY_BYTES`.
+    The program is the response's last ``` block, or all of it. Tests are Python statements that
+    raise unless the program is right, such as "assert double(2) == 4", as one text or a list. They
+    run after the program in the same new process, in an empty folder, limited by `PROGRAM_LIMIT_S`
+    and `PROGRAM_MEMORY_BYTES`.
 
     Raises:
       ValueError: the record has no `tests`.
@@ -120,18 +124,36 @@ def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float
 def _passes(program: str, tests: list[str]) -> bool:
     ready, passed = secrets.token_hex(16), secrets.token_hex(16)
     seconds = math.ceil(PROGRAM_LIMIT_S)
-    bounds = {"RLIMIT_AS": PROGRAM_MEMORY_BYTES, "RLIMIT_CPU": seconds, "RLIMIT_FSIZE": 1 << 20, "RLIMIT_CORE": 0}
-    asked = repr((seconds, bounds, ready, passed, program, tests)).encode("utf-8", "backslashreplace")
+    bounds = {
+        "RLIMIT_AS": PROGRAM_MEMORY_BYTES,
+        "RLIMIT_CPU": seconds,
+        "RLIMIT_FSIZE": 1 << 20,
+        "RLIMIT_CORE": 0,
+    }
+    asked = repr((seconds, bounds, ready, passed, program, tests)).encode(
+        "utf-8", "backslashreplace"
+    )
     # The answer goes to a file, so RLIMIT_FSIZE bounds any output of the program.
     with (
-        tempfile.TemporaryDirectory(prefix="maxbatch-program-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="maxbatch-program-", ignore_cleanup_errors=True
+        ) as folder,
         tempfile.TemporaryFile() as answer,
     ):
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _RUNNER, _ROOT],
-            stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL, cwd=folder, start_new_session=True,
-            env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            start_new_session=True,
+            env={
+                "PATH": os.defpath,
+                "HOME": folder,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
+        )
         assert process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):

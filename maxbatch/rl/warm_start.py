@@ -1,4 +1,5 @@
-"""The parameters that reinforcement learning starts from: new, loaded, or from a short supervised training.
+"""The parameters that reinforcement learning starts from: new, loaded, or from a short supervised
+training.
 
 That training is an ordinary run in `run_dir/warm_start`.
 """
@@ -43,17 +44,27 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
 
     def write_examples() -> None:
         # Examples left by a start without a checkpoint may have other settings.
-        if not config.warm_start_path and not (as_path(documents).exists() and committed_steps(folder)):
+        if not config.warm_start_path and not (
+            as_path(documents).exists() and committed_steps(folder)
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-            examples = worked_examples(config.prompting, config.warm_start_steps * batch.effective_batch_size)
-            write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
+            examples = worked_examples(
+                config.prompting, config.warm_start_steps * batch.effective_batch_size
+            )
+            write_atomically(
+                as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples)
+            )
 
     broadcast(write_examples)
-    return train(config.replaced(pretraining(config.rl, batch, folder, documents)), devices, concludes=False)
+    return train(
+        config.replaced(pretraining(config.rl, batch, folder, documents)), devices, concludes=False
+    )
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
-    """Yields `count` documents, fixed by `data_shuffle_seed`, each a training prompt and a worked answer."""
+    """Yields `count` documents, fixed by `data_shuffle_seed`, each a training prompt and a worked
+    answer.
+    """
     task, template = TASKS[config.dataset_type], Template(config.prompt_template)
     everything = task.records()
     split = HeldOutFraction.of(config.eval_fraction)
@@ -64,15 +75,20 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
         yield f"{template.fill(record, 'a worked example')}{task.worked_answer(record, draw)}"
 
 
-def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: str) -> dict[str, Value]:
-    """Returns the keys that the warm start changes; it has the same model and devices, and one document per row."""
+def pretraining(
+    config: RLConfig, batch: RLBatch, folder: AnyPath, documents: str
+) -> dict[str, Value]:
+    """Returns the keys that the warm start changes; it has the same model and devices, and one
+    document per row.
+    """
     defaults = {name: key.default_value for name, key in KEYS.items() if not key.warm_start}
     return defaults | {
         "batch_size": None,
         "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
         "gradient_accumulation_steps": None,
         "global_batch_size": batch.effective_batch_size,
-        "batch_padding": True,  # all devices train here, while later only some do, so the batch need not divide by them
+        # all devices train here, while later only some do, so the batch need not divide by them
+        "batch_padding": True,
         "steps": config.warm_start_steps,
         "learning_rate": config.warm_start_learning_rate,
         "run_dir": str(folder),
@@ -89,8 +105,12 @@ def warm_start_folder(run_dir: str) -> str:
     return str(as_path(run_dir) / WARM_START)
 
 
-def first_parameters(parameters: FirstParameters, config: UpdateConfig, abstract: TrainState) -> State:
-    """Returns the model's parameters before the first update of reinforcement learning, without adapters."""
+def first_parameters(
+    parameters: FirstParameters, config: UpdateConfig, abstract: TrainState
+) -> State:
+    """Returns the model's parameters before the first update of reinforcement learning, without
+    adapters.
+    """
     if read := parameters.open(abstract.model):
         return read(abstract.model)
     return init_state(config, abstract).params

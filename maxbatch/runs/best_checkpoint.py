@@ -1,7 +1,7 @@
 """`checkpoints/best`: a small file that names the checkpoint with the lowest eval loss; no JAX.
 
-A path `RUN/checkpoints/best` is that checkpoint wherever a checkpoint is named. It is a file, not a link, since a store
-has no links; readers of the folders of `checkpoints/` do not see it.
+A path `RUN/checkpoints/best` is that checkpoint wherever a checkpoint is named. It is a file, not a
+link, since a store has no links; readers of the folders of `checkpoints/` do not see it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def read_best(checkpoints: AnyPath) -> BestCheckpoint | None:
         return BestCheckpoint(step, float(eval_loss), is_extra)
 
     file = checkpoints / BEST
-    return read_json(file, "remove it, and name a checkpoint by its step", parse) if file.is_file() else None
+    return (
+        read_json(file, "remove it, and name a checkpoint by its step", parse)
+        if file.is_file()
+        else None
+    )
 
 
 def names_best(path: AnyPath) -> bool:
@@ -59,12 +63,13 @@ def find_best(path: AnyPath) -> AnyPath:
     best = read_best(checkpoints)
     if best is None:
         raise ConfigError(
-            f"{path}: the run has no best checkpoint: nothing was held out, or keep_best_checkpoint=false; works: "
-            f"{checkpoints.parent} (its newest)"
+            f"{path}: the run has no best checkpoint: nothing was held out, or "
+            f"keep_best_checkpoint=false; works: {checkpoints.parent} (its newest)"
         )
     folder = checkpoints / str(best.step)
     if not (folder.is_dir() and is_committed(folder)):
         raise ConfigError(
-            f"{path}: names the checkpoint of step {best.step}, which is not there; put it back, or name another one"
+            f"{path}: names the checkpoint of step {best.step}, which is not there; put it back, "
+            "or name another one"
         )
     return folder

@@ -23,13 +23,21 @@ class DevicesUsed:
     mesh: dict[str, int]  # axis to size
 
 
-_SHAPE = {field.name: int for field in dataclasses.fields(DevicesUsed)} | {"device_kind": str, "mesh": {str: int}}
+_SHAPE = {field.name: int for field in dataclasses.fields(DevicesUsed)} | {
+    "device_kind": str,
+    "mesh": {str: int},
+}
 
 
 def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
-    """Adds the devices of a starting session; drops entries of updates that will be trained again."""
+    """Adds the devices of a starting session; drops entries of updates that will be trained
+    again.
+    """
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
-    if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
+    if (
+        not history
+        or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]
+    ):
         history.append(devices)
     write_json(run_dir / DEVICES_FILE, [dataclasses.asdict(entry) for entry in history])
 

@@ -1,4 +1,6 @@
-"""Folders of other programs in a run's `checkpoints/`, which a run never moves, renames, removes or writes to."""
+"""Folders of other programs in a run's `checkpoints/`, which a run never moves, renames, removes or
+writes to.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from maxbatch.runs.position import COMMITTED_FILE, is_step
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.storage import AnyPath, as_path, is_remote, subfolders
 
-ITEMS = ("params", "opt_state", "position")  # folders of every checkpoint of ours; a damaged one has at least one
-_OTHER_NAMES = {"average", "ahead", COMMITTED_FILE}  # of ours too; a removal may have left them alone
-_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "items", "default")  # in a checkpoint that MaxText, or other code, wrote
+# folders of every checkpoint of ours; a damaged one has at least one
+ITEMS = ("params", "opt_state", "position")
+# of ours too; a removal may have left them alone
+_OTHER_NAMES = {"average", "ahead", COMMITTED_FILE}
+# in a checkpoint that MaxText, or other code, wrote
+_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "items", "default")
 _MOST_RUNS = 10_000  # numbers that are tried for the name of a new folder
 
 
@@ -28,7 +33,9 @@ def is_own(checkpoint: AnyPath) -> bool:
 
 
 def refuse_foreign(run_dir: str) -> None:
-    """Raises ConfigError if `checkpoints/` in a run's folder holds steps, or a `best`, that another program wrote."""
+    """Raises ConfigError if `checkpoints/` in a run's folder holds steps, or a `best`, that another
+    program wrote.
+    """
     folder = as_path(run_dir) / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -42,13 +49,14 @@ def refuse_foreign(run_dir: str) -> None:
         new = f"works: run_dir={shlex.quote(new_folder(run_dir))}"
         if content.isdisjoint(_ORBAX_MARKS):
             raise ConfigError(
-                f"run_dir={run_dir}: checkpoints/{step} in it is not a checkpoint of maxbatch (it holds "
-                f"{shown(min(content))}), so nothing is written beside it; move it away; {new}"
+                f"run_dir={run_dir}: checkpoints/{step} in it is not a checkpoint of maxbatch (it "
+                f"holds {shown(min(content))}), so nothing is written beside it; move it away; "
+                f"{new}"
             )
         state = shlex.quote(f"{run_dir.rstrip('/')}/checkpoints/{step}")
         raise ConfigError(
-            f"run_dir={run_dir}: holds checkpoints of MaxText, which are never written to or moved; {new} "
-            f"load_full_state_path={state}"
+            f"run_dir={run_dir}: holds checkpoints of MaxText, which are never written to or "
+            f"moved; {new} load_full_state_path={state}"
         )
 
 
@@ -66,8 +74,9 @@ def _refuse_foreign_best(run_dir: str, is_folder: bool) -> None:
         why = "" if is_ours else "a file with other content"
     if why:
         raise ConfigError(
-            f"run_dir={run_dir}: checkpoints/{BEST} in it is {why}, not what maxbatch writes under that name, so "
-            f"nothing is written over it; move it away; works: run_dir={shlex.quote(new_folder(run_dir))}"
+            f"run_dir={run_dir}: checkpoints/{BEST} in it is {why}, not what maxbatch writes "
+            "under that name, so nothing is written over it; move it away; works: "
+            f"run_dir={shlex.quote(new_folder(run_dir))}"
         )
 
 

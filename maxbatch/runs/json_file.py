@@ -19,8 +19,8 @@ def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None
     """Returns the result of `parse` on a JSON file; None if there is no file, or it holds null.
 
     Raises:
-      ConfigError: the file cannot be read, is beyond the bounds of `bounded.read_json`, or `parse` refuses its
-        content; the message ends with the remedy.
+      ConfigError: the file cannot be read, is beyond the bounds of `bounded.read_json`, or `parse`
+        refuses its content; the message ends with the remedy.
     """
     try:
         value = bounded.read_json(path, str(path), finite=False)
@@ -42,8 +42,9 @@ def checked(value: object, shape: object, name: str = "content") -> Any:
     """Returns a value of JSON if it has a shape.
 
     Args:
-      shape: a type or several (`int | None`; `float` allows whole numbers, `object` anything), `[shape]` for a list,
-        `{str: shape}` for an object of any names, `{"name": shape}` for one with at least these fields.
+      shape: a type or several (`int | None`; `float` allows whole numbers, `object` anything),
+        `[shape]` for a list, `{str: shape}` for an object of any names, `{"name": shape}` for one
+        with at least these fields.
       name: names the value in messages.
 
     Raises:

@@ -22,14 +22,23 @@ METRICS_FILE = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
 _NULL, _NUMBER = type(None), (int, float)
 _TYPES = {
-    "whole": _NUMBER, "real": (*_NUMBER, _NULL), "text": (str,), "bool": (bool,), "map": (dict,),
+    "whole": _NUMBER,
+    "real": (*_NUMBER, _NULL),
+    "text": (str,),
+    "bool": (bool,),
+    "map": (dict,),
     "unknown": (*_NUMBER, _NULL, str, bool, dict, list),
-}  # fmt: skip
+}
 # The fields that readers take from every line.
 _REQUIRED = (
-    Metric.STEP, Metric.SAMPLES_SEEN, Metric.TOKENS_SEEN, Metric.GLOBAL_BATCH_SIZE, Metric.STAGE, Metric.LOSS,
+    Metric.STEP,
+    Metric.SAMPLES_SEEN,
+    Metric.TOKENS_SEEN,
+    Metric.GLOBAL_BATCH_SIZE,
+    Metric.STAGE,
+    Metric.LOSS,
     Metric.LEARNING_RATE,
-)  # fmt: skip
+)
 _LONGEST_LINE = 1 << 20  # bytes of a record
 _LARGEST, _MOST_DIGITS = 1e100, 400  # larger than training writes, and small enough to be summed
 _STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')  # the beginning of the lines of a run
@@ -59,7 +68,8 @@ def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[Record]:
       run_dir: the folder of the run, on this machine or in an object store.
 
     Raises:
-      ConfigError: there is no such folder, the file cannot be read, or a line is no record of an update.
+      ConfigError: there is no such folder, the file cannot be read, or a line is no record of an
+        update.
     """
     folder = as_path(run_dir)
     records = scan_metrics(folder).records
@@ -71,8 +81,8 @@ def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[Record]:
 def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
     """Reads `metrics.jsonl`, one line per update; nothing if there is no file yet.
 
-    An incomplete last line is left out: the run was killed while writing it, or is writing it now. A number that is not
-    finite, or beyond 1e100, becomes None; a line that needs it is left out.
+    An incomplete last line is left out: the run was killed while writing it, or is writing it now.
+    A number that is not finite, or beyond 1e100, becomes None; a line that needs it is left out.
 
     Raises:
       ConfigError: the file cannot be read, or another line is no record of an update.
@@ -84,9 +94,14 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
         record = parse_line(line, beyond)
         if beyond:
             holes.append(number)
-        if beyond and (record is None or any(record.get(name, 0) is None for name in _REQUIRED if name != Metric.LOSS)):
+        if beyond and (
+            record is None
+            or any(record.get(name, 0) is None for name in _REQUIRED if name != Metric.LOSS)
+        ):
             continue
-        wrong = "must be a JSON object with a whole `step`" if record is None else wrong_field(record)
+        wrong = (
+            "must be a JSON object with a whole `step`" if record is None else wrong_field(record)
+        )
         if record is not None and not wrong:
             records.append(record)
         elif number < len(lines):
@@ -95,8 +110,14 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
 
 
 def is_weightless(record: Mapping[str, object]) -> bool:
-    """Returns whether an update's batch had no loss weight, so that its null loss does not mean divergence."""
-    return record[Metric.LOSS] is None and record.get(Metric.LOSS_WEIGHT) == 0 and not record.get(Metric.SKIPPED)
+    """Returns whether an update's batch had no loss weight, so that its null loss does not mean
+    divergence.
+    """
+    return (
+        record[Metric.LOSS] is None
+        and record.get(Metric.LOSS_WEIGHT) == 0
+        and not record.get(Metric.SKIPPED)
+    )
 
 
 def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
@@ -106,12 +127,16 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
 
 
 def line_digest(line: bytes) -> str:
-    """Returns a hash of a line; it holds measured times, so no other execution of the same update has the same."""
+    """Returns a hash of a line; it holds measured times, so no other execution of the same update
+    has the same.
+    """
     return hashlib.blake2b(line, digest_size=16).hexdigest()
 
 
 def line_digests_at(run_dir: AnyPath, step: int) -> list[tuple[int, str]]:
-    """Returns position and `line_digest` of each line of a step in `metrics.jsonl`; usually there is one."""
+    """Returns position and `line_digest` of each line of a step in `metrics.jsonl`; usually there
+    is one.
+    """
     lines = [(line, parse_line(line)) for line in read_lines(run_dir / METRICS_FILE)]
     return [
         (record["samples_seen"], line_digest(line))
@@ -121,20 +146,30 @@ def line_digests_at(run_dir: AnyPath, step: int) -> list[tuple[int, str]]:
 
 
 def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
-    """Returns the times of the updates after step `after` by step, from valid lines of `metrics.jsonl`."""
+    """Returns the times of the updates after step `after` by step, from valid lines of
+    `metrics.jsonl`.
+    """
     late = (
-        line for line in read_lines(run_dir / METRICS_FILE) if not (step := _STEP.match(line)) or int(step[1]) > after
+        line
+        for line in read_lines(run_dir / METRICS_FILE)
+        if not (step := _STEP.match(line)) or int(step[1]) > after
     )
     found = {}
     for record in filter(None, map(parse_line, late)):
         whole, waited = (record.get(name) for name in (Metric.STEP_TIME_S, Metric.DATA_WAIT_S))
-        if record["step"] > after and type(whole) is float and type(waited) is float and min(whole, waited) >= 0:
+        if (
+            record["step"] > after
+            and type(whole) is float
+            and type(waited) is float
+            and min(whole, waited) >= 0
+        ):
             found[record["step"]] = UpdateSeconds(whole, min(whole, waited))
     return found
 
 
 def read_step_log(path: AnyPath) -> list[Record]:
-    """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines.
+    """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged
+    lines.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -143,7 +178,8 @@ def read_step_log(path: AnyPath) -> list[Record]:
 
 
 def read_lines(path: AnyPath) -> list[bytes]:
-    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a record.
+    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a
+    record.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -162,7 +198,9 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def parse_line(line: bytes, beyond: list[str] | None = None) -> Record | None:
-    """Returns the record of an update, None for a damaged line; appends numbers out of bounds to `beyond`."""
+    """Returns the record of an update, None for a damaged line; appends numbers out of bounds to
+    `beyond`.
+    """
 
     def number(text: str, read: Callable[[str], float]) -> float | None:
         if len(text) < _MOST_DIGITS and abs(value := read(text)) < _LARGEST:  # NaN is not
@@ -171,11 +209,16 @@ def parse_line(line: bytes, beyond: list[str] | None = None) -> Record | None:
             beyond.append(text)
         return None
 
-    # Python calls the hooks for every number, so they are set only if a number may be out of bounds.
+    # Python calls the hooks for every number, so they are set only if a number may be out of
+    # bounds.
     hooks: dict[str, Any] = {}
     if _UNUSUAL.search(line):
         real = functools.partial(number, read=float)
-        hooks = {"parse_constant": real, "parse_float": real, "parse_int": functools.partial(number, read=int)}
+        hooks = {
+            "parse_constant": real,
+            "parse_float": real,
+            "parse_int": functools.partial(number, read=int),
+        }
     try:
         record = json.loads(line.decode(), **hooks) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

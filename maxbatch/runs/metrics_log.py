@@ -8,7 +8,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from maxbatch.runs.metrics import METRICS_FILE, Record, line_digest, parse_line, read_lines, wrong_field
+from maxbatch.runs.metrics import (
+    METRICS_FILE,
+    Record,
+    line_digest,
+    parse_line,
+    read_lines,
+    wrong_field,
+)
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
@@ -17,7 +24,8 @@ from maxbatch.system.appending import open_appender
 class StepLog:
     """A file of JSON lines that each belong to an update.
 
-    Opening it drops the lines after `step`, whose updates are trained again, and lines that cannot be read.
+    Opening it drops the lines after `step`, whose updates are trained again, and lines that cannot
+    be read.
 
     Attributes:
       last_digest: `line_digest` of the last appended line; None before the first.
@@ -35,7 +43,10 @@ class StepLog:
 
     def append(self, record: Mapping[str, object]) -> None:
         """Adds a line, whole or not at all; a number that is not finite becomes null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
         self._file.append(line)
         self.last_digest = line_digest(line)
@@ -53,11 +64,17 @@ class MetricsLog(StepLog):
 
     After `taken_over` updates of another trainer they begin with the next one.
 
-    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with those that do.
+    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with
+    those that do.
     """
 
     def __init__(
-        self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None], taken_over: int = 0
+        self,
+        folder: RunFolder,
+        step: int,
+        samples_seen: int,
+        warn: Callable[[str], None],
+        taken_over: int = 0,
     ) -> None:
         self._samples_seen, self._warn = samples_seen, warn
         self._is_fork, self._taken_over = folder.is_fork, taken_over
@@ -79,19 +96,28 @@ class MetricsLog(StepLog):
                 line, before = sound[0]
                 kept.append(line)
         if num_holes := max(0, step + 1 - start) - len(sure):
-            holes = itertools.islice((number for number in range(start, step + 1) if number not in sure), 5)
-            steps = ", ".join(map(str, holes)) + (f" and {num_holes - 5} more" if num_holes > 5 else "")
+            holes = itertools.islice(
+                (number for number in range(start, step + 1) if number not in sure), 5
+            )
+            steps = ", ".join(map(str, holes)) + (
+                f" and {num_holes - 5} more" if num_holes > 5 else ""
+            )
             self._warn(
-                f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
-                "the run continues without them"
+                f"{self._path}: lines are missing, unreadable, doubled or contradict others (step "
+                f"{steps}); the run continues without them"
             )
         return kept
 
     def _agrees(self, record: Mapping[str, int], before: Mapping[str, int], last: int) -> bool:
         """Returns whether a line fits the one before it and the position of the run."""
         seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
-        if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
+        if (
+            growth < 0
+            or seen > self._samples_seen
+            or (record["step"] == last and seen < self._samples_seen)
+        ):
             return False
-        # An update of pre-training uses up its batch; one of reinforcement learning may leave the batch unfinished.
+        # An update of pre-training uses up its batch; one of reinforcement learning may leave the
+        # batch unfinished.
         is_next = record["step"] == before["step"] + 1 and Metric.REWARD not in record
         return not (is_next and growth and record["global_batch_size"] % growth)

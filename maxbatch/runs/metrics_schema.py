@@ -1,4 +1,5 @@
-"""The one list of the metrics that training records: name, type, unit, meaning, and which lines hold them.
+"""The one list of the metrics that training records: name, type, unit, meaning, and which lines
+hold them.
 
 Every writer and reader of `metrics.jsonl` takes the names from `Metric`, whose members are texts:
 `record[Metric.LOSS]`. The site's page on metrics is made from the list.
@@ -11,7 +12,9 @@ from typing import NamedTuple, Self
 
 
 class Lines(NamedTuple):
-    """The lines of `metrics.jsonl` that hold a metric: all or some lines of the runs of `commands`."""
+    """The lines of `metrics.jsonl` that hold a metric: all or some lines of the runs of
+    `commands`.
+    """
 
     commands: tuple[str, ...]
     every: bool
@@ -25,8 +28,8 @@ _RL, _SOME_OF_RL = Lines(("rl",), True), Lines(("rl",), False)
 class Metric(StrEnum):
     """A field of a line of `metrics.jsonl`; `{...}` in a name is filled in by `of`.
 
-    A kind is `whole`, `real`, `text`, `bool` or `map` (of names to whole numbers), or one of them `or null`. A real
-    that is not finite is written as null.
+    A kind is `whole`, `real`, `text`, `bool` or `map` (of names to whole numbers), or one of them
+    `or null`. A real that is not finite is written as null.
     """
 
     kind: str
@@ -34,14 +37,18 @@ class Metric(StrEnum):
     meaning: str  # one sentence
     lines: Lines
 
-    def __new__(cls, name: str, kind: str = "", unit: str = "", meaning: str = "", lines: Lines = _EVERY) -> Self:
+    def __new__(
+        cls, name: str, kind: str = "", unit: str = "", meaning: str = "", lines: Lines = _EVERY
+    ) -> Self:
         metric = str.__new__(cls, name)
         metric._value_ = name
         metric.kind, metric.unit, metric.meaning, metric.lines = kind, unit, meaning, lines
         return metric
 
     def of(self, name: object) -> str:
-        """Returns the name of one metric of a family: `Metric.REWARD_BY_FUNCTION.of("score")` is `reward/score`."""
+        """Returns the name of one metric of a family: `Metric.REWARD_BY_FUNCTION.of("score")` is
+        `reward/score`.
+        """
         return self[: self.index("{")] + str(name)
 
     # fmt: off
@@ -135,7 +142,9 @@ class Metric(StrEnum):
 
 
 def find_metric(name: str) -> Metric | None:
-    """Returns the metric, or the family of metrics, of a field of a record; None for an unknown field."""
+    """Returns the metric, or the family of metrics, of a field of a record; None for an unknown
+    field.
+    """
 
     def covers(metric: Metric) -> bool:
         prefix, brace, _ = metric.partition("{")

@@ -1,14 +1,17 @@
-"""The gradient noise scale: the batch size worth having, from gradients that accumulation computes anyway.
+"""The gradient noise scale: the batch size worth having, from gradients that accumulation computes
+anyway.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (https://arxiv.org/abs/1812.06162), appendix A.1.
-Let G be the true gradient of the mean loss and V the trace of the covariance of one unit of loss weight. A part of
-the batch with weight w has a summed gradient g with E|g|^2 = w^2 |G|^2 + w V, and so has the whole batch, of weight
-W. From the parts of a small batch, with Q = sum of |g|^2, u = sum of w and q = sum of w^2, and from the whole batch,
-with T = |sum of g|^2, both follow without bias:
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
+(https://arxiv.org/abs/1812.06162), appendix A.1. Let G be the true gradient of the mean loss and V
+the trace of the covariance of one unit of loss weight. A part of the batch with weight w has a
+summed gradient g with E|g|^2 = w^2 |G|^2 + w V, and so has the whole batch, of weight W. From the
+parts of a small batch, with Q = sum of |g|^2, u = sum of w and q = sum of w^2, and from the whole
+batch, with T = |sum of g|^2, both follow without bias:
 
     |G|^2 = (T / W - Q / u) / (W - q / u)        V = Q / u - |G|^2 q / u
 
-Each is noisy, and |G|^2 can come out negative, so both are averaged over updates before they are divided.
+Each is noisy, and |G|^2 can come out negative, so both are averaged over updates before they are
+divided.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ class NoiseScale(NamedTuple):
 
     trace: float = 0.0  # average of V times the rows per unit of weight: the trace for one sample
     square: float = 0.0  # average of |G|^2
-    mass: float = 0.0  # sum of the averages' weights, 1 - DECAY^updates; 0 before the first measurement
+    # sum of the averages' weights, 1 - DECAY^updates; 0 before the first measurement
+    mass: float = 0.0
 
     def after(
         self,
@@ -35,13 +39,15 @@ class NoiseScale(NamedTuple):
         part_weights: float,
         part_weight_squares: float,
     ) -> NoiseScale:
-        """Returns the averages with one more update; unchanged for an update of one part, or one that is not finite.
+        """Returns the averages with one more update; unchanged for an update of one part, or one
+        that is not finite.
 
         Args:
           grad_norm: global norm of the mean gradient, before clipping.
           weight: W, the batch's loss weight.
           num_rows: samples in the batch.
-          part_gradient_squares: Q, sum over the measured parts of the squared norm of their summed gradients.
+          part_gradient_squares: Q, sum over the measured parts of the squared norm of their summed
+            gradients.
           part_weights: u, sum over these parts of their loss weight; 0 where nothing was measured.
           part_weight_squares: q, sum over these parts of their squared weight.
         """
@@ -61,4 +67,6 @@ class NoiseScale(NamedTuple):
     @property
     def samples(self) -> float | None:
         """The noise scale V / |G|^2 in samples; None while the averages give none."""
-        return self.trace / self.square if self.mass and self.square > 0 and self.trace > 0 else None
+        return (
+            self.trace / self.square if self.mass and self.square > 0 and self.trace > 0 else None
+        )

@@ -14,8 +14,8 @@ OUTCOME_FILE = "outcome.json"
 class Status(StrEnum):
     """How a run ended.
 
-    A diverging run records that itself. Trials of a sweep and branches of `critical-batch` are recorded by the
-    command that started them.
+    A diverging run records that itself. Trials of a sweep and branches of `critical-batch` are
+    recorded by the command that started them.
     """
 
     DONE = "done"

@@ -1,4 +1,6 @@
-"""The JSON of a checkpoint: the run's position and identity, checksums of its arrays and of itself; no JAX."""
+"""The JSON of a checkpoint: the run's position and identity, checksums of its arrays and of itself;
+no JAX.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from maxbatch.system.storage import AnyPath, is_whole, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
 OLD_BASE = "base"  # in the model's identity of old adapter checkpoints: the model that they adapt
-_OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
+# of JSON without a checksum over itself
+_OLD_FIELDS = {"position", "identity", "checksum", "hosts"}
 COMMITTED_FILE = "commit_success.txt"  # written last where folders cannot be renamed
 
 
@@ -37,7 +40,9 @@ class BestEval(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
+    """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion
+    tokens.
+    """
 
     step: int = 0  # completed updates
     samples_seen: int = 0  # samples of the stream that were read
@@ -46,8 +51,10 @@ class Position(NamedTuple):
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
-    samples_planned: int | None = None  # samples of its batches, where `filter_groups` reads more; None: samples_seen
-    taken_over: int = 0  # of the completed updates, those of another trainer, whose state the run began with
+    # samples of its batches, where `filter_groups` reads more; None: samples_seen
+    samples_planned: int | None = None
+    # of the completed updates, those of another trainer, whose state the run began with
+    taken_over: int = 0
 
     @property
     def trained_updates(self) -> int:
@@ -83,12 +90,16 @@ class CheckpointRecord(NamedTuple):
     identity: dict[str, dict[str, object]]  # that a run must match to resume it: "data" and "model"
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and how many of them loaded data
-    parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
-    average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
+    # by name; None in a checkpoint made before they were summed
+    parameters: dict[str, StoredParameter] | None = None
+    # of the parameters, by name; None if the run keeps none
+    average: dict[str, StoredParameter] | None = None
     ahead: str | None = None  # a hash of its state for the batches ahead; None: it has none
-    run_id: str | None = None  # of the run that wrote it; None in a checkpoint made before runs had ids
+    # of the run that wrote it; None in a checkpoint made before runs had ids
+    run_id: str | None = None
     origin: Origin | None = None  # the source of its run's parameters; None in older checkpoints
-    line: str | None = None  # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in older ones
+    # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in older ones
+    line: str | None = None
 
     @property
     def old_base(self) -> str | None:
@@ -98,8 +109,14 @@ class CheckpointRecord(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
-        saved = {name: value for name, value in self._asdict().items() if value is not None or name == "parameters"}
-        saved["position"] = {name: value for name, value in self.position._asdict().items() if value is not None}
+        saved = {
+            name: value
+            for name, value in self._asdict().items()
+            if value is not None or name == "parameters"
+        }
+        saved["position"] = {
+            name: value for name, value in self.position._asdict().items() if value is not None
+        }
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             if stored is not None:
                 saved[part] = {name: one._asdict() for name, one in stored.items()}
@@ -109,19 +126,28 @@ class CheckpointRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> CheckpointRecord:
-        """Returns the record that a JSON object holds; fields that a later version added are ignored.
+        """Returns the record that a JSON object holds; fields that a later version added are
+        ignored.
 
         Raises:
-          AttributeError, KeyError, TypeError, ValueError: the object has another form, or a value is out of range.
+          AttributeError, KeyError, TypeError, ValueError: the object has another form, or a value
+            is out of range.
         """
-        step, samples_seen, skipped, in_a_row = (_whole(saved["position"][name]) for name in Position._fields[:4])
+        step, samples_seen, skipped, in_a_row = (
+            _whole(saved["position"][name]) for name in Position._fields[:4]
+        )
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
         weightless = _whole(saved["position"].get("weightless_updates", 0))
         best = _best_eval(saved["position"].get("best_eval", BestEval()))
         planned = saved["position"].get("samples_planned")
-        noise, planned = NoiseScale(trace, square, mass), None if planned is None else _whole(planned)
+        noise, planned = (
+            NoiseScale(trace, square, mass),
+            None if planned is None else _whole(planned),
+        )
         taken_over = _whole(saved["position"].get("taken_over", 0))
-        position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned, taken_over)
+        position = Position(
+            step, samples_seen, skipped, in_a_row, noise, weightless, best, planned, taken_over
+        )
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         ahead, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
         if not (
@@ -134,7 +160,18 @@ class CheckpointRecord(NamedTuple):
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
         average = _parameters(saved.get("average"))
         checksum, origin = _word(saved["checksum"]), _origin(saved.get("origin"))
-        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id, origin, line)
+        return cls(
+            position,
+            saved["identity"],
+            checksum,
+            hosts,
+            parameters,
+            average,
+            ahead,
+            run_id,
+            origin,
+            line,
+        )
 
 
 class DamagedError(Exception):
@@ -144,8 +181,9 @@ class DamagedError(Exception):
 def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """Returns the content of the JSON of a checkpoint, checked for contradictions.
 
-    In a run's `checkpoints/STEP` it must agree with that name. If the checksum over the JSON holds, the rest is
-    trusted. Checkpoints of older versions have none; they must agree with the metrics of their step, if there are any.
+    In a run's `checkpoints/STEP` it must agree with that name. If the checksum over the JSON holds,
+    the rest is trusted. Checkpoints of older versions have none; they must agree with the metrics
+    of their step, if there are any.
 
     Raises:
       DamagedError: the JSON is missing, or cannot be trusted.
@@ -168,13 +206,15 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
         recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:
             raise DamagedError(
-                f"metrics.jsonl states samples_seen {recorded[0]}, it states {record.position.samples_seen}"
+                f"metrics.jsonl states samples_seen {recorded[0]}, it states "
+                f"{record.position.samples_seen}"
             )
     return record
 
 
 def committed_steps(run_dir: AnyPath) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; half-written ones have other names than numbers.
+    """Returns the steps of the checkpoints, newest first; half-written ones have other names than
+    numbers.
 
     Raises:
       ConfigError: the folder cannot be read.
@@ -188,7 +228,9 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
 
 
 def last_saved(run_dir: AnyPath) -> int | None:
-    """Returns the step of the newest checkpoint; None if there is none. Raises what `committed_steps` does."""
+    """Returns the step of the newest checkpoint; None if there is none. Raises what
+    `committed_steps` does.
+    """
     return next(iter(committed_steps(run_dir)), None)
 
 
@@ -226,7 +268,9 @@ def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
     if saved is None:
         return None
     return {
-        str(name): StoredParameter(tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"]))
+        str(name): StoredParameter(
+            tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"])
+        )
         for name, one in saved.items()
     }
 

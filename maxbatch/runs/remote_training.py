@@ -1,6 +1,8 @@
-"""Training processes on the nodes of a Ray cluster, each the child of a task that waits for its end.
+"""Training processes on the nodes of a Ray cluster, each the child of a task that waits for its
+end.
 
-The run folder has to be the same on all nodes: in an object store, or on a file system that they share.
+The run folder has to be the same on all nodes: in an object store, or on a file system that they
+share.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _POLL_S = 0.1
 
 
 class RemoteTrainingProcess:
-    """A process on a node, with the interface of `TrainingProcess`; a lost node's is started again on another."""
+    """A process on a node, with the interface of `TrainingProcess`; a lost node's is started again
+    on another.
+    """
 
     def __init__(self, cluster: RayCluster, run_dir: AnyPath, arguments: Sequence[str]) -> None:
         self._task = cluster.start(_train, str(run_dir), arguments)
@@ -44,11 +48,15 @@ class RemoteTrainingProcess:
 
 
 def _train(run_dir: str, arguments: Sequence[str]) -> TrainingExit:
-    """Trains a run in a child process, which ends with this one; KeyboardInterrupt asks it to save and stop."""
+    """Trains a run in a child process, which ends with this one; KeyboardInterrupt asks it to save
+    and stop.
+    """
     folder = as_path(run_dir)
     lock = take_lock(kept_here(folder) / ".claim", _LOCK_S)
     if lock is None:
-        return TrainingExit(EXIT_PASSING_FAULT, f"{run_dir}: a process on another node still trains in it")
+        return TrainingExit(
+            EXIT_PASSING_FAULT, f"{run_dir}: a process on another node still trains in it"
+        )
     with lock:
         process = TrainingProcess(lock, folder, arguments)
     try:

@@ -22,7 +22,8 @@ from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, wr
 from maxbatch.system.leases import LOCK_FILE, Hold, hold_folder
 from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe, remove_tree
 
-CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
+# of a run that was measured
+CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")
 SESSIONS_FILE = "sessions.jsonl"
 FORK_FILE = "branch.json"  # of a run that began at another run's checkpoint
 WARM_START = "warm_start"  # the run before the first update of reinforcement learning
@@ -37,25 +38,27 @@ _FILES = (
     "reference.bin",
 )
 TRACKERS_FILE = "trackers.json"  # the run's ids at the loggers
-_KEPT_ANEW = (LOCK_FILE, RUN_FILE)  # by `overwrite_run`: the hold of this start, and the id, which is written anew
+# by `overwrite_run`: the hold of this start, and the id, which is written anew
+_KEPT_ANEW = (LOCK_FILE, RUN_FILE)
 _LOOK_S = 0.2
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
 
 class RunFolder:
-    """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock, or its lease.
+    """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock,
+    or its lease.
 
-    The lock ends with the process, even after a kill, so it never blocks the next start. The lease of a folder in an
-    object store expires. A refused start removes the folder that it made.
+    The lock ends with the process, even after a kill, so it never blocks the next start. The lease
+    of a folder in an object store expires. A refused start removes the folder that it made.
 
     Attributes:
       run_dir: the path of the folder as stated, for messages.
       identity: the id of the run, made with the folder; the other hosts get it from `join`.
 
     Raises:
-      ConfigError: the folder cannot be made, another process trains in it, something in it is of the wrong kind, or its
-        `checkpoints/` holds another program's.
+      ConfigError: the folder cannot be made, another process trains in it, something in it is of
+        the wrong kind, or its `checkpoints/` holds another program's.
     """
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
@@ -91,11 +94,17 @@ class RunFolder:
             return hold_folder(self.path, f"is training in it; {_INSTEAD}", named)
 
     def _identified(self) -> RunIdentity:
-        """Gives a run without `run.json` the id that its newest checkpoint holds, or a new one, and writes it."""
-        has_begun = any((self.path / name).exists() for name in ("config.yml", METRICS_FILE, "checkpoints"))
+        """Gives a run without `run.json` the id that its newest checkpoint holds, or a new one, and
+        writes it.
+        """
+        has_begun = any(
+            (self.path / name).exists() for name in ("config.yml", METRICS_FILE, "checkpoints")
+        )
         self._made_identity = not has_begun
         identity = RunIdentity.new(is_older=has_begun)
-        return self._write_identity(dataclasses.replace(identity, run_id=self._saved_id() or identity.run_id))
+        return self._write_identity(
+            dataclasses.replace(identity, run_id=self._saved_id() or identity.run_id)
+        )
 
     def _saved_id(self) -> str | None:
         for step in committed_steps(self.path):
@@ -108,18 +117,23 @@ class RunFolder:
         return identity
 
     def start_together(self) -> RunIdentity:
-        """Records a start on several hosts, so that the others recognise the folder; returns its mark."""
+        """Records a start on several hosts, so that the others recognise the folder; returns its
+        mark.
+        """
         assert self.identity is not None, "the host that writes knows its run"
         self.identity = self._write_identity(self.identity.started())
         return self.identity
 
     def note_session(self, reads: Mapping[str, str], software: Mapping[str, str]) -> None:
-        """Records the contents, by name, that a session reads besides its training data, and its versions."""
+        """Records the contents, by name, that a session reads besides its training data, and its
+        versions.
+        """
         assert self.identity is not None, "the host that writes knows its run"
         self.identity = self._write_identity(self.identity.reading(reads).running(software))
 
     def join(self, started: RunIdentity, patience_s: float = 10.0) -> bool:
-        """Takes over the identity of the run from the host that writes; returns whether this host sees its folder.
+        """Takes over the identity of the run from the host that writes; returns whether this host
+        sees its folder.
 
         Args:
           started: what `start_together` returned there.
@@ -134,8 +148,8 @@ class RunFolder:
     def discard_run(self) -> None:
         """Removes the run's own checkpoints and lines, then gives the folder the id of a new run.
 
-        A checkpoint that states another run's id stays. The id comes last, so that a start after a kill in between is
-        refused like this one was, and removes the rest.
+        A checkpoint that states another run's id stays. The id comes last, so that a start after a
+        kill in between is refused like this one was, and removes the rest.
         """
         assert self.identity is not None, "the host that writes knows its run"
         for step in committed_steps(self.path):
@@ -150,7 +164,9 @@ class RunFolder:
         self.identity = self._write_identity(RunIdentity.new(is_older=False))
 
     def keep_lines(self) -> None:
-        """Copies the run's lines beside its damaged checkpoints, because the run begins anew without one."""
+        """Copies the run's lines beside its damaged checkpoints, because the run begins anew
+        without one.
+        """
         name, lines = f"checkpoints-damaged/{METRICS_FILE}", self.path / METRICS_FILE
         if not lines.is_file():
             return
@@ -160,7 +176,9 @@ class RunFolder:
         self.write(name, lines.read_bytes())
 
     def _may_be_of_this_run(self, checkpoint: AnyPath) -> bool:
-        """Returns whether a checkpoint bears this run's id, or is damaged, so that none can be read."""
+        """Returns whether a checkpoint bears this run's id, or is damaged, so that none can be
+        read.
+        """
         assert self.identity is not None, "the host that writes knows its run"
         try:
             return self.identity.wrote(read_record(checkpoint).run_id)
@@ -196,8 +214,13 @@ class RunFolder:
         if self._hold:
             if isinstance(error, DivergedError):
                 write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
-            if isinstance(error, ConfigError) and self._made_identity and not (self.path / "config.yml").exists():
-                with contextlib.suppress(ConfigError, TrainingError, OSError):  # the user sees the refusal instead
+            if (
+                isinstance(error, ConfigError)
+                and self._made_identity
+                and not (self.path / "config.yml").exists()
+            ):
+                # the user sees the refusal instead
+                with contextlib.suppress(ConfigError, TrainingError, OSError):
                     (self.path / RUN_FILE).unlink(missing_ok=True)
             if isinstance(error, ConfigError) and self._is_new:
                 self._remove_empty()

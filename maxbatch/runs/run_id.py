@@ -1,8 +1,8 @@
 """The random id of a run, in `run.json` of its folder, and what its last session read.
 
-Every state that the run writes carries it, so that the state of another run with the same `run_dir` is not mistaken
-for one of this run. A copy of the folder keeps the id, because its states are the original's. If `run.json` is lost,
-the next start takes the id from the newest checkpoint.
+Every state that the run writes carries it, so that the state of another run with the same `run_dir`
+is not mistaken for one of this run. A copy of the folder keeps the id, because its states are the
+original's. If `run.json` is lost, the next start takes the id from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from maxbatch.system import bounded
 from maxbatch.system.storage import AnyPath
 
 RUN_FILE = "run.json"
-_SHAPE = {"run_id": str, "is_older": bool, "start": str, "reads": {str: str}, "software": {str: str}}
-_ADDED: dict[str, object] = {"reads": {}, "software": {}}  # fields that files of older versions lack
+_SHAPE = {
+    "run_id": str,
+    "is_older": bool,
+    "start": str,
+    "reads": {str: str},
+    "software": {str: str},
+}
+# fields that files of older versions lack
+_ADDED: dict[str, object] = {"reads": {}, "software": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +33,13 @@ class RunIdentity:
     """The id of a run."""
 
     run_id: str
-    is_older: bool  # whether the run had begun before it had an id; some of its states may then have none
+    # whether the run had begun before it had an id; some of its states may then have none
+    is_older: bool
     start: str  # the last start on several hosts, a random text
-    reads: dict[str, str] = dataclasses.field(default_factory=dict)  # by the last session: hashes by name
-    software: dict[str, str] = dataclasses.field(default_factory=dict)  # its versions and settings, by name
+    # by the last session: hashes by name
+    reads: dict[str, str] = dataclasses.field(default_factory=dict)
+    # its versions and settings, by name
+    software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def new(cls, is_older: bool) -> RunIdentity:
@@ -40,12 +50,19 @@ class RunIdentity:
         return dataclasses.replace(self, start=secrets.token_hex(8))
 
     def reading(self, reads: Mapping[str, str]) -> RunIdentity:
-        """Returns the identity with the contents, by name, that a session reads beside its training data."""
-        hashes = {name: hashlib.sha256(content.encode()).hexdigest()[:16] for name, content in reads.items()}
+        """Returns the identity with the contents, by name, that a session reads beside its training
+        data.
+        """
+        hashes = {
+            name: hashlib.sha256(content.encode()).hexdigest()[:16]
+            for name, content in reads.items()
+        }
         return dataclasses.replace(self, reads=hashes)
 
     def running(self, software: Mapping[str, str]) -> RunIdentity:
-        """Returns the identity with the versions and settings, by name, under which a session runs."""
+        """Returns the identity with the versions and settings, by name, under which a session
+        runs.
+        """
         return dataclasses.replace(self, software=dict(software))
 
     def wrote(self, run_id: str | None) -> bool:

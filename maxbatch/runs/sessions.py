@@ -1,7 +1,8 @@
 """`sessions.jsonl`: a line for every start of a run, with its wall time by purpose.
 
-The line is written when a run starts, and a thread keeps it up to date. A killed start leaves its last line, which the
-next start completes from `metrics.jsonl`. The next start also counts the time of updates that it trains again as lost.
+The line is written when a run starts, and a thread keeps it up to date. A killed start leaves its
+last line, which the next start completes from `metrics.jsonl`. The next start also counts the time
+of updates that it trains again as lost.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TimePart(StrEnum):
     COMPILING = "compiling"
     WAITING_FOR_DATA = "waiting_for_data"
     UPDATES_KEPT = "updates_kept"
-    UPDATES_LOST = "updates_lost"  # trained again by a later session, or under way when the session ended
+    # trained again by a later session, or under way when the session ended
+    UPDATES_LOST = "updates_lost"
     CHECKPOINTS = "checkpoints"
     EVAL = "eval"
     SINCE_SESSION_BEFORE = "since_session_before"
@@ -53,12 +55,16 @@ class Session(NamedTuple):
     ended: float  # when it was last known to live
     hosts: int
     devices: int
-    first_step: int | None  # its first update, from 1; None if it ended before the first update was known
+    # its first update, from 1; None if it ended before the first update was known
+    first_step: int | None
     last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
-    seconds: dict[str, float]  # by `TimePart`; their sum is the time from the end of the session before to its own end
-    # `done`, `early stopping`, the name of a signal, `host 1 died` or `error`; None while it runs, or if it was killed
+    # by `TimePart`; their sum is the time from the end of the session before to its own end
+    seconds: dict[str, float]
+    # `done`, `early stopping`, the name of a signal, `host 1 died` or `error`; None while it runs,
+    # or if it was killed
     ended_by: str | None = None
-    versions: dict[str, str] | None = None  # of maxbatch, Python, JAX and its compilers; None in older lines
+    # of maxbatch, Python, JAX and its compilers; None in older lines
+    versions: dict[str, str] | None = None
     command: str | None = None  # None in older lines
     # The newest checkpoint in run_dir that it resumed from or committed; None: there is none.
     saved_step: int | None = UNKNOWN_STEP
@@ -79,7 +85,9 @@ class Session(NamedTuple):
         return goodput(self.seconds)
 
     def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
-        """Returns the session with some of the time of one part, at most all of it, moved to another part."""
+        """Returns the session with some of the time of one part, at most all of it, moved to
+        another part.
+        """
         found = min(max(seconds, 0.0), self.seconds[source])
         changed = dict(self.seconds)
         changed[source] -= found
@@ -87,9 +95,17 @@ class Session(NamedTuple):
         return self._replace(seconds=changed)
 
 
-_SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first_step": int | None,
-          "last_step": int | None, "seconds": {part.value: float for part in TimePart}}  # fmt: skip
-_LATER_SHAPE = {"ended_by": str | None, "versions": object, "command": str | None}  # of fields that older lines lack
+_SHAPE = {
+    "started": float,
+    "ended": float,
+    "hosts": int,
+    "devices": int,
+    "first_step": int | None,
+    "last_step": int | None,
+    "seconds": {part.value: float for part in TimePart},
+}
+# of fields that older lines lack
+_LATER_SHAPE = {"ended_by": str | None, "versions": object, "command": str | None}
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
@@ -98,7 +114,9 @@ def read_sessions(run_dir: AnyPath) -> list[Session]:
     Raises:
       ConfigError: the file cannot be read.
     """
-    return [found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None]
+    return [
+        found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None
+    ]
 
 
 def _parse(line: bytes) -> Session | None:
@@ -119,16 +137,22 @@ def _parse(line: bytes) -> Session | None:
 
 
 def _is_possible(session: Session) -> bool:
-    """Returns whether a session is possible: all numbers within bounds, and no update without time."""
+    """Returns whether a session is possible: all numbers within bounds, and no update without
+    time.
+    """
     first, last = session.first_step or 1, session.last_step
     return (
-        all(0 <= one <= _LATEST for one in (*session.seconds.values(), session.started, session.ended))
+        all(
+            0 <= one <= _LATEST
+            for one in (*session.seconds.values(), session.started, session.ended)
+        )
         and min(session.hosts, session.devices) >= 1
         and max(session.hosts, session.devices) <= _MOST_STEPS
         and 1 <= first <= _MOST_STEPS
         and (last is None or first - 1 <= last)
         and UNKNOWN_STEP <= (session.saved_step or 0) <= _MOST_STEPS
-        and (last or 0) - first < _MOST_UPDATES_PER_SECOND * (1 + max(0.0, session.ended - session.started))
+        and (last or 0) - first
+        < _MOST_UPDATES_PER_SECOND * (1 + max(0.0, session.ended - session.started))
     )
 
 
@@ -146,7 +170,8 @@ def goodput(seconds: Mapping[str, float]) -> float | None:
 def saved_of(sessions: Sequence[Session]) -> int | None:
     """Returns the newest step that a run's sessions state as saved since it last began at step 0.
 
-    None: no checkpoint was saved since then. `UNKNOWN_STEP`: an older version wrote the lines, or there are none.
+    None: no checkpoint was saved since then. `UNKNOWN_STEP`: an older version wrote the lines, or
+    there are none.
     """
     steps: list[int | None] = []
     for session in reversed(sessions):
@@ -158,7 +183,9 @@ def saved_of(sessions: Sequence[Session]) -> int | None:
 
 
 def lost_updates(sessions: Sequence[Session]) -> list[int]:
-    """Returns for each session the number of its updates that later sessions trained, or will train, again."""
+    """Returns for each session the number of its updates that later sessions trained, or will
+    train, again.
+    """
     lost, last_kept = [], math.inf
     for session in reversed(sessions):
         first, last = session.first_step, session.last_step
@@ -172,31 +199,49 @@ def lost_updates(sessions: Sequence[Session]) -> list[int]:
 
 def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> MeasuredTimes:
     """Returns the mean times of a run whose checkpoints were `checkpoint_period` updates apart."""
-    trained = [one for one in sessions if one.first_step and one.last_step and one.first_step <= one.last_step]
+    trained = [
+        one
+        for one in sessions
+        if one.first_step and one.last_step and one.first_step <= one.last_step
+    ]
     seconds = total_seconds(trained)
     steps = sum((one.last_step or 0) - (one.first_step or 0) + 1 for one in trained)
     saves = sum(
-        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period for one in trained
+        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period
+        for one in trained
     )
-    starts = (TimePart.SINCE_SESSION_BEFORE, TimePart.START_UP, TimePart.RESTORING, TimePart.COMPILING)
+    starts = (
+        TimePart.SINCE_SESSION_BEFORE,
+        TimePart.START_UP,
+        TimePart.RESTORING,
+        TimePart.COMPILING,
+    )
     again = total_seconds(trained[1:])
     return MeasuredTimes(
         seconds[TimePart.CHECKPOINTS] / saves if saves and seconds[TimePart.CHECKPOINTS] else None,
-        (seconds[TimePart.UPDATES_KEPT] + seconds[TimePart.UPDATES_LOST] + seconds[TimePart.WAITING_FOR_DATA]) / steps
+        (
+            seconds[TimePart.UPDATES_KEPT]
+            + seconds[TimePart.UPDATES_LOST]
+            + seconds[TimePart.WAITING_FOR_DATA]
+        )
+        / steps
         if steps
         else None,
         sum(again[part] for part in starts) / (len(trained) - 1) if len(trained) > 1 else None,
     )
 
 
-def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]) -> list[Session]:
+def resumed(
+    sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]
+) -> list[Session]:
     """Returns the earlier sessions of a run for a start that continues after `step` updates.
 
     Args:
       sessions: the earlier sessions, oldest first.
       step: completed updates of the checkpoint; those after it are trained again.
       now: when the start began, in seconds since 1970.
-      times: of updates by their number: of those after the last line of `sessions`, and of those after `step`.
+      times: of updates by their number: of those after the last line of `sessions`, and of those
+        after `step`.
     """
     found = list(sessions)
     if found:
@@ -220,19 +265,27 @@ def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds])
         late.append(times[session.last_step + len(late) + 1])
     waited = min(sum(one.waited for one in late), sum(one.whole for one in late))
     whole = sum(one.whole for one in late)
-    under_way = min(session.seconds[TimePart.UPDATES_LOST], whole)  # of the first of them, counted by then
+    # of the first of them, counted by then
+    under_way = min(session.seconds[TimePart.UPDATES_LOST], whole)
     room = max(0.0, now - session.ended)
     added = min(whole - under_way, room)
     kept = max(0.0, under_way + added - waited)
     seconds = session.seconds | {
         TimePart.UPDATES_LOST: session.seconds[TimePart.UPDATES_LOST] - under_way,
         TimePart.UPDATES_KEPT: session.seconds[TimePart.UPDATES_KEPT] + kept,
-        TimePart.WAITING_FOR_DATA: session.seconds[TimePart.WAITING_FOR_DATA] + under_way + added - kept,
+        TimePart.WAITING_FOR_DATA: session.seconds[TimePart.WAITING_FOR_DATA]
+        + under_way
+        + added
+        - kept,
     }
-    return session._replace(ended=session.ended + added, last_step=session.last_step + len(late), seconds=seconds)
+    return session._replace(
+        ended=session.ended + added, last_step=session.last_step + len(late), seconds=seconds
+    )
 
 
-def _without(session: Session, first: int, last: float, step: int, times: Mapping[int, UpdateSeconds]) -> Session:
+def _without(
+    session: Session, first: int, last: float, step: int, times: Mapping[int, UpdateSeconds]
+) -> Session:
     """Returns a session whose updates `first` to `last` were kept, without those after `step`."""
     if last <= step or last < first:
         return session
@@ -254,13 +307,18 @@ def leave_sessions(cause: str, is_refusal: bool = False) -> None:
       is_refusal: whether the start is refused; one that trained nothing then leaves no line.
     """
     for log in list(_OPEN):
-        writer = threading.Thread(target=log.leave, args=(cause, is_refusal), name="maxbatch-session-end", daemon=True)
+        writer = threading.Thread(
+            target=log.leave, args=(cause, is_refusal), name="maxbatch-session-end", daemon=True
+        )
         writer.start()
-        writer.join(_END_WAIT_S)  # a store may not answer, and the thread that trains may hold the log
+        # a store may not answer, and the thread that trains may hold the log
+        writer.join(_END_WAIT_S)
 
 
 def end_killed_session(run_dir: AnyPath, cause: str) -> None:
-    """Records what ended the last session of a run whose processes are gone, unless it recorded that itself."""
+    """Records what ended the last session of a run whose processes are gone, unless it recorded
+    that itself.
+    """
     sessions = read_sessions(run_dir)
     if sessions and sessions[-1].ended_by is None:
         ended = [*sessions[:-1], sessions[-1]._replace(ended_by=cause)]
@@ -274,8 +332,8 @@ def _lines(sessions: Sequence[Session]) -> str:
 class SessionLog:
     """The line of the session that runs, and the clock of its parts.
 
-    Its methods are called on the thread that trains. As a context manager it writes the line at once and once more at
-    the end. A refused start leaves no line.
+    Its methods are called on the thread that trains. As a context manager it writes the line at
+    once and once more at the end. A refused start leaves no line.
 
     Args:
       started: when the session began, in seconds since 1970.
@@ -284,9 +342,15 @@ class SessionLog:
     """
 
     def __init__(
-        self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool,
-        versions: dict[str, str] | None = None, command: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: RunFolder,
+        started: float,
+        hosts: int,
+        devices: int,
+        writes: bool,
+        versions: dict[str, str] | None = None,
+        command: str | None = None,
+    ) -> None:
         self._folder, self._writes = folder, writes
         self._before = read_sessions(folder.path) if writes else []  # as it was found
         self._earlier = self._before  # as this start knows it
@@ -317,7 +381,9 @@ class SessionLog:
             return
         if error is not None:
             self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
-        self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not self._has_trained)
+        self._is_withdrawn = self._is_withdrawn or (
+            isinstance(error, ConfigError) and not self._has_trained
+        )
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
             self._write()
 
@@ -333,14 +399,17 @@ class SessionLog:
 
     @property
     def _has_trained(self) -> bool:
-        return self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
+        return self._own.first_step is not None and self._own.first_step <= (
+            self._own.last_step or 0
+        )
 
     def leave(self, cause: str, is_refusal: bool = False) -> None:
         """Writes the last line of a session whose process is about to end, on any thread."""
         if self._writes:
             self.end_by(cause)
             self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._has_trained)
-            with contextlib.suppress(ConfigError, TrainingError, OSError):  # the next start completes the line
+            # the next start completes the line
+            with contextlib.suppress(ConfigError, TrainingError, OSError):
                 self._write()
 
     def withdraw(self) -> None:
@@ -373,23 +442,29 @@ class SessionLog:
         """Records that the session continues after `step` updates; later updates count as lost.
 
         Args:
-          saved: the step of the checkpoint in `run_dir` that it resumes from; None: it resumes from none.
+          saved: the step of the checkpoint in `run_dir` that it resumes from; None: it resumes from
+            none.
         """
         with self._lock:
             self._own = self._own._replace(first_step=step + 1, last_step=step, saved_step=saved)
         if self._before:
             self._complete_earlier(step)
         if self._writer:
-            self._write()  # now: the next start of a run that is killed soon completes a line with a first step
+            # now: the next start of a run that is killed soon completes a line with a first step
+            self._write()
 
     def _complete_earlier(self, step: int) -> None:
-        """Completes the lines of earlier sessions for a start that continues after `step` updates."""
+        """Completes the lines of earlier sessions for a start that continues after `step`
+        updates.
+        """
         last = self._before[-1].last_step
         times = update_seconds(self._folder.path, after=min(step, step if last is None else last))
         self._earlier = resumed(self._before, step, self._own.started, times)
         gap = max(0.0, self._own.started - self._earlier[-1].ended)
         with self._lock:
-            self._own = self._own._replace(seconds=self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: gap})
+            self._own = self._own._replace(
+                seconds=self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: gap}
+            )
 
     def record(self, step: int) -> None:
         """Counts the time in updates so far as kept: the record of update `step` is written."""
@@ -397,7 +472,9 @@ class SessionLog:
             self._writer.check()
         with self._lock:
             self._settle()
-            self._own = self._own.moved(TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf)._replace(last_step=step)
+            self._own = self._own.moved(
+                TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf
+            )._replace(last_step=step)
 
     def saved(self, step: int) -> None:
         """Records a committed checkpoint at once; any thread may call it."""
@@ -414,8 +491,12 @@ class SessionLog:
 
     def _settle(self) -> None:
         now = time.perf_counter()
-        seconds = self._own.seconds | {self._part: self._own.seconds[self._part] + now - self._since}
-        self._own = self._own._replace(ended=self._own.started + now - self._origin, seconds=seconds)
+        seconds = self._own.seconds | {
+            self._part: self._own.seconds[self._part] + now - self._since
+        }
+        self._own = self._own._replace(
+            ended=self._own.started + now - self._origin, seconds=seconds
+        )
         self._since = now
 
     def _write(self) -> None:

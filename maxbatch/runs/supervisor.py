@@ -14,7 +14,14 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.training_process import TrainingExit
-from maxbatch.system.errors import EXIT_DONE, EXIT_PASSING_FAULT, EXIT_STOPPED, ConfigError, PassingFault, writing
+from maxbatch.system.errors import (
+    EXIT_DONE,
+    EXIT_PASSING_FAULT,
+    EXIT_STOPPED,
+    ConfigError,
+    PassingFault,
+    writing,
+)
 from maxbatch.system.folding import counted
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
@@ -29,7 +36,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def locked(folder: AnyPath, does: str) -> Iterator[BinaryIO]:
-    """Holds the lock of a command on the folder of its runs, which children inherit: it is free once all have ended.
+    """Holds the lock of a command on the folder of its runs, which children inherit: it is free
+    once all have ended.
 
     Args:
       does: the command's work in it, for the message to another command.
@@ -61,7 +69,8 @@ class ChildEnd(NamedTuple):
     """How the process of a child run ended."""
 
     status: Status | None  # None if it was stopped, and the same command continues it
-    reason: str  # one line, "" for a run that is done or stopped; the fault of a disk or a store that stopped it
+    # one line, "" for a run that is done or stopped; the fault of a disk or a store that stopped it
+    reason: str
     exit_code: int  # negative for the signal that killed it
     seconds: float  # from its start to its end
 
@@ -89,7 +98,9 @@ class ChildRuns(Protocol[T]):
         """Returns whether nothing is left to start, now or later; called while no child runs."""
 
     def watch(self, run: ChildRun[T]) -> str | None:
-        """Checks a running child several times a second; returns the reason to prune it, or None."""
+        """Checks a running child several times a second; returns the reason to prune it, or
+        None.
+        """
 
     def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
         """Records how a run ended, and keeps one that was stopped for a later `next`."""
@@ -105,7 +116,8 @@ class _Started(Generic[T]):
 
     def end(self, ended: TrainingExit, is_stopping: bool) -> ChildEnd:
         status, reason = self.pruned or self._outcome(ended)
-        if is_stopping and status == Status.FAILED:  # the signal may have arrived before it could save
+        # the signal may have arrived before it could save
+        if is_stopping and status == Status.FAILED:
             status, reason = None, ""
         return ChildEnd(status, reason, ended.code, time.monotonic() - self.since)
 
@@ -115,7 +127,8 @@ class _Started(Generic[T]):
             return Status.DONE, ""
         if code == EXIT_STOPPED:
             return None, ""
-        if code == EXIT_PASSING_FAULT:  # no outcome of the run: it continues once there is room, or the store answers
+        # no outcome of the run: it continues once there is room, or the store answers
+        if code == EXIT_PASSING_FAULT:
             return None, ended.last_line or "its disk or its store failed"
         if recorded := read_outcome(self.run.run_dir):
             return recorded
@@ -127,8 +140,8 @@ class _Started(Generic[T]):
 class Supervisor(Generic[T]):
     """Trains child runs, `parallel` at a time, each once.
 
-    A run that a full disk or a store stopped is started again after the others, as its `ChildRuns` offers it again.
-    After `_MOST_FAULTS` such faults in a row no further run starts.
+    A run that a full disk or a store stopped is started again after the others, as its `ChildRuns`
+    offers it again. After `_MOST_FAULTS` such faults in a row no further run starts.
 
     Args:
       start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
@@ -146,7 +159,8 @@ class Supervisor(Generic[T]):
         self._faults: list[str] = []  # of disks and stores, since a run last ended by itself
 
     def train(self, stop: Stopping) -> bool:
-        """Trains until nothing is left (True), or until a signal requests a stop and every child has saved (False).
+        """Trains until nothing is left (True), or until a signal requests a stop and every child
+        has saved (False).
 
         Raises:
           PassingFault: a disk or a store fails run after run.
@@ -157,8 +171,14 @@ class Supervisor(Generic[T]):
                 self._watch()
                 may_start = len(self._faults) < _MOST_FAULTS
                 if not may_start and not self._children:
-                    raise PassingFault(f"{self._faults[-1]} ({_MOST_FAULTS} such faults in a row); nothing is lost")
-                while may_start and len(self._children) < self._parallel and (run := self._runs.next()):
+                    raise PassingFault(
+                        f"{self._faults[-1]} ({_MOST_FAULTS} such faults in a row); nothing is lost"
+                    )
+                while (
+                    may_start
+                    and len(self._children) < self._parallel
+                    and (run := self._runs.next())
+                ):
                     self._start(run)
                 if not self._children and self._runs.is_exhausted():
                     return True
@@ -187,7 +207,9 @@ class Supervisor(Generic[T]):
                 self._children.remove(started)
                 end = started.end(ended, stop.is_asked)
                 is_passing = end.status is None and end.reason
-                self._faults = [*self._faults, f"{started.run.run_dir}: {end.reason}"] if is_passing else []
+                self._faults = (
+                    [*self._faults, f"{started.run.run_dir}: {end.reason}"] if is_passing else []
+                )
                 self._runs.ended(started.run, end)
 
     def _watch(self) -> None:
@@ -198,5 +220,6 @@ class Supervisor(Generic[T]):
             started.looked_at = time.monotonic()
             if not started.pruned and (reason := self._runs.watch(run)):
                 started.pruned = RecordedOutcome(Status.PRUNED, reason)
-                write_outcome(run.run_dir, started.pruned)  # first, so that a kill in between does not undo it
+                # first, so that a kill in between does not undo it
+                write_outcome(run.run_dir, started.pruned)
                 started.child.terminate()

@@ -1,4 +1,5 @@
-"""The folder of a sweep, with a folder for each trial: an ordinary run, its overrides and its outcome.
+"""The folder of a sweep, with a folder for each trial: an ordinary run, its overrides and its
+outcome.
 
     sweep_dir/sweep.json            the sweep: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share
@@ -7,9 +8,9 @@
         log.txt                     the output of the training
         outcome.json                how it ended, once it did
 
-A sweep continues from these files after a stop or a kill. Values of the metric are read from the trials' own
-`metrics.jsonl`. If the folder is in an object store, the log of a trial is in the user's cache while it runs, and is
-copied to the store at its end.
+A sweep continues from these files after a stop or a kill. Values of the metric are read from the
+trials' own `metrics.jsonl`. If the folder is in an object store, the log of a trial is in the
+user's cache while it runs, and is copied to the store at its end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ SWEEP_METRICS: dict[str, str] = {
 }
 UNFINISHED = "unfinished"
 _REMEDY = "restore it, or remove its folder"
-_SETTINGS = {"sampler": str, "metric": str, "seed": int, "parameters": {str: object}, "log_keys": [str]}
+_SETTINGS = {
+    "sampler": str,
+    "metric": str,
+    "seed": int,
+    "parameters": {str: object},
+    "log_keys": [str],
+}
 _TRIAL = {"number": int, "overrides": {str: str}, "config": object}
 _BEST_FIRST = (Status.DONE, Status.PRUNED, UNFINISHED, Status.DIVERGED, Status.FAILED)
 
@@ -47,7 +54,8 @@ class Trial(NamedTuple):
     number: int  # from 0; names the folder
     folder: AnyPath  # its run_dir
     overrides: dict[str, str]  # swept key to the text of its value
-    config: dict[str, str] | None  # every key to its text; None for a combination that the config refused
+    # every key to its text; None for a combination that the config refused
+    config: dict[str, str] | None
 
     @property
     def stated(self) -> list[str]:
@@ -68,14 +76,18 @@ class Result(NamedTuple):
     trial: Trial
     status: str  # the status of its outcome, or `unfinished`
     reason: str  # one line, "" for a trial that is done or unfinished
-    value: float | None  # the metric (so far, if pruned or unfinished); None if the trial diverged or failed
+    # the metric (so far, if pruned or unfinished); None if the trial diverged or failed
+    value: float | None
     steps: int  # updates that it recorded
     tokens: int  # slots of these updates
-    at_equal_tokens: float | None = None  # its metric after the tokens of the shortest finished trial
+    # its metric after the tokens of the shortest finished trial
+    at_equal_tokens: float | None = None
 
 
 def metric_value(records: Sequence[Record], metric: str) -> float | None:
-    """Returns the metric of a run as `SWEEP_METRICS` defines it; None if it is missing or not finite."""
+    """Returns the metric of a run as `SWEEP_METRICS` defines it; None if it is missing or not
+    finite.
+    """
     if metric == Metric.EVAL_LOSS:
         evals = [record[metric] for record in records if metric in record]
         return evals[-1] if evals else None
@@ -99,7 +111,9 @@ class SweepFolder:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
-        """Returns the definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a new folder."""
+        """Returns the definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a
+        new folder.
+        """
 
         def parse(found: dict[str, Any]) -> dict[str, Any]:
             checked(found, _SETTINGS)
@@ -118,14 +132,19 @@ class SweepFolder:
     def trials(self) -> list[Trial]:
         """Returns the recorded trials, by number."""
         files = self.path.glob("trials/*/trial.json")
-        trials = [one for file in files if (one := read_json(file, _REMEDY, partial(_trial, file.parent)))]
+        trials = [
+            one for file in files if (one := read_json(file, _REMEDY, partial(_trial, file.parent)))
+        ]
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:
         """Records a trial before it starts."""
         trial = Trial(number, self.trial_folder(number), overrides, config)
         trial.folder.mkdir(parents=True, exist_ok=True)
-        write_json(trial.folder / "trial.json", {"number": number, "overrides": overrides, "config": config})
+        write_json(
+            trial.folder / "trial.json",
+            {"number": number, "overrides": overrides, "config": config},
+        )
         return trial
 
     def finish(self, trial: Trial, status: str, reason: str = "") -> None:
@@ -150,7 +169,9 @@ class SweepFolder:
         """Returns every trial's result, best first; trials that are not done come last."""
 
         def rank(result: Result) -> tuple[int, float]:
-            return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
+            return _BEST_FIRST.index(
+                result.status
+            ), math.inf if result.value is None else result.value
 
         def compared(result: Result, records: Sequence[Record]) -> Result:
             if result.status != Status.DONE:
@@ -163,11 +184,15 @@ class SweepFolder:
         done = {result.tokens for result in results if result.status == Status.DONE}
         fewest = min(done, default=0)
         if len(done) > 1:
-            results = [compared(result, records) for result, (_, records) in zip(results, read, strict=True)]
+            results = [
+                compared(result, records)
+                for result, (_, records) in zip(results, read, strict=True)
+            ]
         return sorted(results, key=rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials.
+        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its
+        trials.
 
         Values of keys that take numbers are numbers.
         """
@@ -175,25 +200,36 @@ class SweepFolder:
         results = self.results(settings["metric"])
         best = results[0].trial.overrides if results and results[0].status == Status.DONE else {}
         return settings | {
-            "parameters": {key: _plain_space(key, space) for key, space in settings["parameters"].items()},
+            "parameters": {
+                key: _plain_space(key, space) for key, space in settings["parameters"].items()
+            },
             "sweep_dir": str(self.path),
             "at_the_edge": at_the_edge(settings["parameters"], best),
             "metric_meaning": SWEEP_METRICS[settings["metric"]],
             "trials": [
-                {"number": r.trial.number, "value": r.value,
-                 "overrides": {key: _plain(key, text) for key, text in r.trial.overrides.items()},
-                 "value_at_equal_tokens": r.at_equal_tokens, "steps": r.steps, "tokens": r.tokens,
-                 "status": str(r.status), "reason": r.reason}
+                {
+                    "number": r.trial.number,
+                    "value": r.value,
+                    "overrides": {
+                        key: _plain(key, text) for key, text in r.trial.overrides.items()
+                    },
+                    "value_at_equal_tokens": r.at_equal_tokens,
+                    "steps": r.steps,
+                    "tokens": r.tokens,
+                    "status": str(r.status),
+                    "reason": r.reason,
+                }
                 for r in results
             ],
-        }  # fmt: skip
+        }
 
 
 def at_the_edge(parameters: Mapping[str, Any], best: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for every key whose value in the best trial is at an end of its swept space.
+    """Returns a sentence for every key whose value in the best trial is at an end of its swept
+    space.
 
-    In a range that is the outer twentieth, of its logarithm where the range is logarithmic; in a list of at least two
-    numbers it is the smallest or the largest.
+    In a range that is the outer twentieth, of its logarithm where the range is logarithmic; in a
+    list of at least two numbers it is the smallest or the largest.
     """
     sentences = []
     for key, text in best.items():
@@ -202,7 +238,9 @@ def at_the_edge(parameters: Mapping[str, Any], best: Mapping[str, str]) -> list[
             continue
         end = _end_of(key, space, float(value))
         if end:
-            sentences.append(f"the best trial has {key}={text}, the {end}: better ones may lie beyond it")
+            sentences.append(
+                f"the best trial has {key}={text}, the {end}: better ones may lie beyond it"
+            )
     return sentences
 
 
@@ -215,7 +253,11 @@ def _end_of(key: str, space: object, value: float) -> str:
         numbers, what = [_plain(key, text) for text in space], "its list"
     else:
         return ""
-    known = [float(number) for number in numbers if isinstance(number, int | float) and not isinstance(number, bool)]
+    known = [
+        float(number)
+        for number in numbers
+        if isinstance(number, int | float) and not isinstance(number, bool)
+    ]
     low, high = min(known, default=0.0), max(known, default=0.0)
     if low == high:
         return ""
@@ -225,7 +267,9 @@ def _end_of(key: str, space: object, value: float) -> str:
     margin = 0.05 if isinstance(space, dict) else 0.0
     if place <= margin:
         return f"smallest of {what}" if not margin else f"low end of {what}"
-    return "" if place < 1 - margin else f"largest of {what}" if not margin else f"high end of {what}"
+    return (
+        "" if place < 1 - margin else f"largest of {what}" if not margin else f"high end of {what}"
+    )
 
 
 def _plain_space(key: str, space: object) -> object:
@@ -233,12 +277,17 @@ def _plain_space(key: str, space: object) -> object:
     if isinstance(space, list):
         return [_plain(key, text) for text in space]
     if isinstance(space, dict):
-        return {name: _plain(key, text) if isinstance(text, str) else text for name, text in space.items()}
+        return {
+            name: _plain(key, text) if isinstance(text, str) else text
+            for name, text in space.items()
+        }
     return space
 
 
 def _plain(key: str, text: str) -> bool | int | float | str | None:
-    """Returns the value of an override as JSON has it; the text of a fraction that no float is, and of other texts."""
+    """Returns the value of an override as JSON has it; the text of a fraction that no float is, and
+    of other texts.
+    """
     if key not in KEYS or KEYS[key].kind not in (*NUMBERS, "bool"):
         return text
     try:

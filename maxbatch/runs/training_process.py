@@ -22,7 +22,8 @@ class TrainingProcess:
     """A process of this machine, which ends with the process that started it.
 
     Args:
-      lock: an open lock that the process holds too, so that no other command starts the run before it has ended.
+      lock: an open lock that the process holds too, so that no other command starts the run before
+        it has ended.
     """
 
     def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:
@@ -33,7 +34,9 @@ class TrainingProcess:
             )
 
     def poll(self) -> TrainingExit | None:
-        """Returns how the process ended, and copies its output to the run folder; None while it runs."""
+        """Returns how the process ended, and copies its output to the run folder; None while it
+        runs.
+        """
         code = self._process.poll()
         if code is None:
             return None

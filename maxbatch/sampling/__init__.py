@@ -1,1 +1,3 @@
-"""Text from a model: the sampler, shared by `generate`, the sample that ends a run, and reinforcement learning."""
+"""Text from a model: the sampler, shared by `generate`, the sample that ends a run, and
+reinforcement learning.
+"""

@@ -63,7 +63,8 @@ class Chat:
         If the caller stops reading, the answer counts up to there.
 
         Raises:
-          ConfigError: the message does not fit into the context, or the template refuses the conversation.
+          ConfigError: the message does not fit into the context, or the template refuses the
+            conversation.
           TrainingError: a token has no finite log-probability.
         """
         self._turns.append({"role": "user", "content": text})
@@ -93,7 +94,9 @@ class Chat:
         return (self._tokenizer.eos_id, *self._rules.end_ids)
 
     def _prompt(self) -> np.ndarray:
-        """Returns the ids of the conversation, without its oldest turns if they leave no room for an answer."""
+        """Returns the ids of the conversation, without its oldest turns if they leave no room for
+        an answer.
+        """
         room, turns = min(self._most, max(1, self._context // 4)), self._turns
         ids = self._prompts.ids([*self._system, *turns])
         while len(ids) + room > self._context and len(turns) > 1:
@@ -101,8 +104,8 @@ class Chat:
             ids = self._prompts.ids([*self._system, *turns])
         if len(ids) >= self._context:
             raise ConfigError(
-                f"the message has {len(ids)} tokens with the chat template, and the model reads at most "
-                f"{self._context}; works: a shorter message"
+                f"the message has {len(ids)} tokens with the chat template, and the model reads "
+                f"at most {self._context}; works: a shorter message"
             )
         self.forgotten += len(self._turns) - len(turns)
         self._turns = turns

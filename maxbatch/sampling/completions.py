@@ -21,12 +21,12 @@ _SLOTS_AT_ONCE = 8192  # of a batch shard, prompts and completions
 class Completer:
     """A model that completes prompts.
 
-    A row's shapes follow from its own prompt and rules, and its draws from its place in the list of prompts. So the
-    number of rows in one pass does not matter.
+    A row's shapes follow from its own prompt and rules, and its draws from its place in the list of
+    prompts. So the number of rows in one pass does not matter.
 
     Args:
-      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's. They may be
-        replaced by parameters of the same shapes.
+      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's.
+        They may be replaced by parameters of the same shapes.
       context: the most tokens of a prompt and its completion.
       most_rows: rows in one pass; None: by their length.
     """
@@ -44,11 +44,14 @@ class Completer:
         self._context, self._most_rows = context, most_rows
         self._samplers = Samplers(config, tokenizer, mesh, context)
 
-    def __call__(self, prompts: Sequence[Sequence[int]], rules: SamplingRules, stops: Sequence[str]) -> list[str]:
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], rules: SamplingRules, stops: Sequence[str]
+    ) -> list[str]:
         """Returns the completion of each prompt, up to and without its end or a stop.
 
         Args:
-          prompts: ids, at least one; a prompt that leaves no room for `rules.max_new_tokens` loses its beginning.
+          prompts: ids, at least one; a prompt that leaves no room for `rules.max_new_tokens` loses
+            its beginning.
           rules: how tokens are drawn; `max_new_tokens` must be less than the context.
           stops: texts that end a completion.
 
@@ -61,7 +64,9 @@ class Completer:
         found = [""] * len(prompts)
         by_slots: dict[tuple[int, int], list[int]] = {}
         for number, prompt in enumerate(prompts):
-            by_slots.setdefault(self._samplers.slots(min(len(prompt), room), most), []).append(number)
+            by_slots.setdefault(self._samplers.slots(min(len(prompt), room), most), []).append(
+                number
+            )
         for slots, numbers in by_slots.items():
             at_once = self._most_rows or max(1, self._mesh.size * _SLOTS_AT_ONCE // slots[0])
             rows = self._most_rows or min(at_once, len(numbers))
@@ -82,10 +87,13 @@ class Completer:
         rules: SamplingRules,
         stops: Sequence[str],
     ) -> list[str]:
-        """Returns the completions of one pass of so many rows; rows without a prompt end at once."""
+        """Returns the completions of one pass of so many rows; rows without a prompt end at
+        once.
+        """
         missing = rows - len(prompts)
         filled = sampler.rows(
-            [*prompts, *[[self._tokenizer.pad_id]] * missing], [(d, 0, 0) for d in [*draws, *[0] * missing]]
+            [*prompts, *[[self._tokenizer.pad_id]] * missing],
+            [(d, 0, 0) for d in [*draws, *[0] * missing]],
         )
         ends = {self._tokenizer.eos_id, *rules.end_ids}
 

@@ -1,11 +1,11 @@
 """Responses from a model: the prompt in one pass, then token after token with a key-value cache.
 
-The draws of a row depend on its own ids, its tokens and the parameters. They do not depend on the other rows, their
-number, or the devices that share them, except that sums in another order may tip a draw between two tokens of equal
-probability to float precision.
+The draws of a row depend on its own ids, its tokens and the parameters. They do not depend on the
+other rows, their number, or the devices that share them, except that sums in another order may tip
+a draw between two tokens of equal probability to float precision.
 
-Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary; S
-devices that share the rows, R rows of one that are still drawn.
+Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D
+model, V vocabulary; S devices that share the rows, R rows of one that are still drawn.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
-# From this room on, a device continues with a quarter of its rows once the unfinished ones fit into it. The quarter has
-# a loop of its own, which takes as long to compile as the first.
+# From this room on, a device continues with a quarter of its rows once the unfinished ones fit into
+# it. The quarter has a loop of its own, which takes as long to compile as the first.
 _LEAST_QUARTERED = 256
-_LEAST_PROMPT = 32  # slots of a prompt of any length; fewer would save little and need more programs
+# slots of a prompt of any length; fewer would save little and need more programs
+_LEAST_PROMPT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class SamplingRules:
 
     temperature: float = 0.8  # divides the logits, >= 0; at 0 the likeliest token is taken
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
-    nucleus_p: float = 1.0  # draw from the likeliest tokens that together have this probability; in (0, 1]
+    # draw from the likeliest tokens that together have this probability; in (0, 1]
+    nucleus_p: float = 1.0
     seed: int = 0  # of the draws, in [0, 2^32)
     max_new_tokens: int | None = None  # most tokens of a response; None: as many as there are slots
     end_ids: tuple[int, ...] = ()  # of tokens that end a response, besides the tokenizer's own
@@ -63,19 +65,22 @@ class SamplingRules:
 class PromptRows(NamedTuple):
     """Prompts, and the draws of B / Q responses to each, one after another."""
 
-    tokens_QxP: np.ndarray | jax.Array  # int32, each from the start of its row; the slots after it are ignored
+    # int32, each from the start of its row; the slots after it are ignored
+    tokens_QxP: np.ndarray | jax.Array
     lengths_Q: np.ndarray | jax.Array  # int32 in [1, P]; a prompt of L tokens has no response
-    draw_ids_Bx3: np.ndarray | jax.Array  # uint32; the draws of a row depend on them and on the seed
+    # uint32; the draws of a row depend on them and on the seed
+    draw_ids_Bx3: np.ndarray | jax.Array
 
 
 class Responses(NamedTuple):
     """The responses to a batch of prompts, as device arrays."""
 
-    tokens_BxL: jax.Array  # int32: prompt, response (with its end token if it was drawn), then pad_id
+    # int32: prompt, response (with its end token if it was drawn), then pad_id
+    tokens_BxL: jax.Array
     prompt_lengths_B: jax.Array  # int32
     lengths_B: jax.Array  # int32: tokens of prompt and response
-    # float32: log-probability of the token at t given those before it, in the model's own full softmax (temperature 1,
-    # all tokens); 0 outside of the response
+    # float32: log-probability of the token at t given those before it, in the model's own full
+    # softmax (temperature 1, all tokens); 0 outside of the response
     logprobs_BxL: jax.Array
 
 
@@ -104,19 +109,22 @@ class _Rules(NamedTuple):
 
 
 class Sampler:
-    """A sampler of responses. It compiles once for every number of rows; the layers run in a plain loop.
+    """A sampler of responses. It compiles once for every number of rows; the layers run in a plain
+    loop.
 
-    Before the first token the weights are cast to the compute dtype and gathered, except along the tensor axis: once,
-    not for every token.
+    Before the first token the weights are cast to the compute dtype and gathered, except along the
+    tensor axis: once, not for every token.
 
     Args:
-      tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
-        never drawn; `eos_id` ends a response.
-      mesh: rows are split over its data, fsdp and expert axes, heads and widths over tensor; None: the
-        compiler follows the shardings of the parameters.
-      rescores: true: a training pass over the responses gives the log-probabilities where a pass over one token may
-        differ: below float32 by rounding (up to 0.05), and under LongRoPE, which assumes the longest text of a row.
-      returns_whole: true: every device returns all rows, so that each of several hosts can read them.
+      tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its
+        vocabulary) are never drawn; `eos_id` ends a response.
+      mesh: rows are split over its data, fsdp and expert axes, heads and widths over tensor; None:
+        the compiler follows the shardings of the parameters.
+      rescores: true: a training pass over the responses gives the log-probabilities where a pass
+        over one token may differ: below float32 by rounding (up to 0.05), and under LongRoPE, which
+        assumes the longest text of a row.
+      returns_whole: true: every device returns all rows, so that each of several hosts can read
+        them.
       jit: makes the program of a call; `jax.jit`: all samplers share their programs.
     """
 
@@ -133,14 +141,21 @@ class Sampler:
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
-            raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
+            raise ValueError(
+                f"prompt_length={prompt_length} must be in [1, max_target_length={length}]"
+            )
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
         check_platform(config.quantization, constrain.platform)
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
         if config.num_experts > 1 and config.capacity_factor > 0:
-            warn(f"capacity_factor={config.capacity_factor:g} holds in training and not in sampling, which does not "
-                 "know the tokens of a whole row; every token goes to all of its experts")  # fmt: skip
-        switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
+            warn(
+                f"capacity_factor={config.capacity_factor:g} holds in training and not in "
+                "sampling, which does not know the tokens of a whole row; every token goes to "
+                "all of its experts"
+            )
+        switches_rope = (
+            config.rope_type == "longrope" and length > config.original_max_position_embeddings
+        )
         self._program = _Program(
             graphdef=nnx.graphdef(model),
             length=length,
@@ -148,25 +163,35 @@ class Sampler:
             returns_whole=returns_whole,
             truncates=False,
             pad_id=tokenizer.pad_id,
-            rescores=rescores and (config.dtype != "float32" or bool(config.quantization) or switches_rope),
+            rescores=rescores
+            and (config.dtype != "float32" or bool(config.quantization) or switches_rope),
         )
         self._drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
         # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
-        self.executable: Callable[..., Responses] | None = None  # the compiled result of `lower`; all calls use it
+        # the compiled result of `lower`; all calls use it
+        self.executable: Callable[..., Responses] | None = None
         self._respond: Callable[[_Program], Callable[..., Responses]] = cache(
-            lambda program: partial(jit_responses, program) if jit is jax.jit else jit(partial(_responses, program))
+            lambda program: (
+                partial(jit_responses, program)
+                if jit is jax.jit
+                else jit(partial(_responses, program))
+            )
         )
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
-    def rows(self, prompts: Sequence[Sequence[int] | np.ndarray], draw_ids: ArrayLike) -> PromptRows:
+    def rows(
+        self, prompts: Sequence[Sequence[int] | np.ndarray], draw_ids: ArrayLike
+    ) -> PromptRows:
         """Returns prompts, each a list of ids, as rows; `draw_ids`: [B, 3]."""
         tokens_QxP = np.full((len(prompts), self._prompt_length), self._program.pad_id, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_QxP[row, : len(prompt)] = prompt
-        return PromptRows(tokens_QxP, np.array([*map(len, prompts)], np.int32), np.array(draw_ids, np.uint32))
+        return PromptRows(
+            tokens_QxP, np.array([*map(len, prompts)], np.int32), np.array(draw_ids, np.uint32)
+        )
 
     def __call__(self, params: State, prompts: PromptRows, rules: SamplingRules) -> Responses:
         """Returns the responses; asynchronous, in one program.
@@ -181,11 +206,17 @@ class Sampler:
         placed: Responses = respond(params, prompts, tensors)
         return placed
 
-    def lower(self, abstract_params: State, num_rows: int, rules: SamplingRules) -> jax.stages.Lowered:
-        """Returns the lowered program of a call with such parameters and rules, for `executable`."""
+    def lower(
+        self, abstract_params: State, num_rows: int, rules: SamplingRules
+    ) -> jax.stages.Lowered:
+        """Returns the lowered program of a call with such parameters and rules, for
+        `executable`.
+        """
         prompts = self.rows([[0]] * num_rows, [[0] * 3] * num_rows)
         program, tensors = self._arguments(prompts, rules)
-        lowered: jax.stages.Lowered = jit_responses.lower(program, abstract_params, prompts, tensors)
+        lowered: jax.stages.Lowered = jit_responses.lower(
+            program, abstract_params, prompts, tensors
+        )
         return lowered
 
     def growing(
@@ -196,10 +227,11 @@ class Sampler:
         piece_tokens: int,
         is_enough: Callable[[int, list[int]], bool] = lambda row, ids: False,
     ) -> Iterator[list[list[int]]]:
-        """Yields the ids of the responses so far: none, then those after each piece; an end token that was drawn too.
+        """Yields the ids of the responses so far: none, then those after each piece; an end token
+        that was drawn too.
 
-        In the end they equal those of a call with the same arguments, except that a response ends soon after
-        `is_enough(row, ids)` is true for its ids so far.
+        In the end they equal those of a call with the same arguments, except that a response ends
+        soon after `is_enough(row, ids)` is true for its ids so far.
 
         Args:
           prompts: as many as there are responses.
@@ -211,15 +243,21 @@ class Sampler:
         responses: list[list[int]] = [[] for _ in prompts.lengths_Q]
         yield responses
         more = -len(responses) % self._program.row_shards
-        tokens_BxP, draw_ids_Bx3 = (np.pad(x, ((0, more), (0, 0))) for x in (prompts.tokens_QxP, prompts.draw_ids_Bx3))
+        tokens_BxP, draw_ids_Bx3 = (
+            np.pad(x, ((0, more), (0, 0))) for x in (prompts.tokens_QxP, prompts.draw_ids_Bx3)
+        )
         prompt_lengths_B = np.pad(prompts.lengths_Q, (0, more), constant_values=1)
-        program, tensors = self._arguments(PromptRows(tokens_BxP, prompt_lengths_B, draw_ids_Bx3), rules)
+        program, tensors = self._arguments(
+            PromptRows(tokens_BxP, prompt_lengths_B, draw_ids_Bx3), rules
+        )
         limits_B = np.array(_limits(program, prompt_lengths_B, tensors))
         limits_B[len(responses) :] = 1  # the added rows count as full from the start
         loop = _begin(program, params, tokens_BxP, prompt_lengths_B, limits_B)
         done_B = np.array(loop.done_B)
         while not done_B.all():
-            loop = _continue(program, params, loop, draw_ids_Bx3, limits_B, tensors, np.int32(piece_tokens))
+            loop = _continue(
+                program, params, loop, draw_ids_Bx3, limits_B, tensors, np.int32(piece_tokens)
+            )
             tokens_BxL, logprobs_BxL, lengths_B, done_B = map(np.array, jax.device_get(loop[1:]))
             for row, response in enumerate(responses):
                 new = slice(prompt_lengths_B[row] + len(response), lengths_B[row])
@@ -235,9 +273,14 @@ class Sampler:
         if slots != self._prompt_length:
             raise ValueError(f"prompts of {slots} slots, made for {self._prompt_length}")
         if len(prompts.draw_ids_Bx3) % num_prompts:
-            raise ValueError(f"{len(prompts.draw_ids_Bx3)} responses to {num_prompts} prompts: as many to each")
+            raise ValueError(
+                f"{len(prompts.draw_ids_Bx3)} responses to {num_prompts} prompts: as many to each"
+            )
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
-        ends_V = np.isin(np.arange(vocabulary), [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None])
+        ends_V = np.isin(
+            np.arange(vocabulary),
+            [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None],
+        )
         program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
         arguments: list[Any] = [
             np.float32(rules.temperature),
@@ -252,18 +295,23 @@ class Sampler:
 
 
 class Samplers:
-    """The samplers of a model for prompts of any length; powers of two, so that few programs serve all.
+    """The samplers of a model for prompts of any length; powers of two, so that few programs serve
+    all.
 
     Args:
       context: the most tokens of a row.
     """
 
-    def __init__(self, config: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh | None, context: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh | None, context: int
+    ) -> None:
         self._config, self._tokenizer, self._mesh, self._context = config, tokenizer, mesh, context
         self._made: dict[tuple[int, int], Sampler] = {}
 
     def slots(self, num_tokens: int, most: int) -> tuple[int, int]:
-        """Returns the slots of a row and of its prompt, for a prompt of so many tokens and `most` new ones."""
+        """Returns the slots of a row and of its prompt, for a prompt of so many tokens and `most`
+        new ones.
+        """
         of_prompt = min(self._context, max(_LEAST_PROMPT, _power_of_two(num_tokens)))
         return min(self._context, _power_of_two(of_prompt + most)), of_prompt
 
@@ -288,17 +336,28 @@ def _responses(program: _Program, params: State, prompts: PromptRows, rules: _Ru
     decoder = _gathered(nnx.merge(program.graphdef, params))
     rows, length = draw_ids_Bx3.shape[0], program.length
     group = rows // prompts_QxP.shape[0]
-    # Prompts are added until the devices divide the rows; the added rows count as full from the start.
-    more_prompts = -prompts_QxP.shape[0] % (program.row_shards // math.gcd(program.row_shards, group))
+    # Prompts are added until the devices divide the rows; the added rows count as full from the
+    # start.
+    more_prompts = -prompts_QxP.shape[0] % (
+        program.row_shards // math.gcd(program.row_shards, group)
+    )
     more = more_prompts * group
     prompts_QxP = jnp.pad(prompts_QxP, ((0, more_prompts), (0, 0)))
     prompt_lengths_Q = jnp.pad(prompt_lengths_Q, (0, more_prompts), constant_values=1)
     limits_Q = _limits(program, prompt_lengths_Q, rules)
     limits_Q = jnp.where(jnp.arange(limits_Q.size) < limits_Q.size - more_prompts, limits_Q, 1)
     # A prompt is read by every device that has rows of it.
-    each = min(n for n in range(1, group + 1) if group % n == 0 and n * limits_Q.size % program.row_shards == 0)
-    prompts_RxP, lengths_R, limits_R = (jnp.repeat(x, each, axis=0) for x in (prompts_QxP, prompt_lengths_Q, limits_Q))
-    prompt_lengths_B, limits_B = (jnp.repeat(x, group, axis=0) for x in (prompt_lengths_Q, limits_Q))
+    each = min(
+        n
+        for n in range(1, group + 1)
+        if group % n == 0 and n * limits_Q.size % program.row_shards == 0
+    )
+    prompts_RxP, lengths_R, limits_R = (
+        jnp.repeat(x, each, axis=0) for x in (prompts_QxP, prompt_lengths_Q, limits_Q)
+    )
+    prompt_lengths_B, limits_B = (
+        jnp.repeat(x, group, axis=0) for x in (prompt_lengths_Q, limits_Q)
+    )
 
     slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows + more, length), 1)
     draw_ids_Bx3 = jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))
@@ -311,13 +370,17 @@ def _responses(program: _Program, params: State, prompts: PromptRows, rules: _Ru
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
         whole, segments_BxL = nnx.merge(program.graphdef, params), is_token_BxL.astype(jnp.int32)
-        scores = token_logprobs(whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards)
+        scores = token_logprobs(
+            whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards
+        )
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
         logprobs_BxL = jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0)
     # If the devices do not divide the rows, all devices get all rows.
     row_axis = None if more or program.returns_whole else "batch"
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
-    placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
+    placed: Responses = jax.tree.map(
+        lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found
+    )
     return placed
 
 
@@ -326,10 +389,14 @@ jit_responses = jax.jit(_responses, static_argnums=0)
 
 def _check_finite(logprobs: np.ndarray) -> None:
     if not np.isfinite(logprobs).all():
-        raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+        raise TrainingError(
+            "the model gives no token a finite log-probability; its parameters are not finite"
+        )
 
 
-def _limits(program: _Program, prompt_lengths_B: jax.Array | np.ndarray, rules: _Rules) -> jax.Array:
+def _limits(
+    program: _Program, prompt_lengths_B: jax.Array | np.ndarray, rules: _Rules
+) -> jax.Array:
     """Returns the most tokens of prompt and response."""
     return jnp.minimum(prompt_lengths_B + rules.max_new_tokens, program.length)
 
@@ -349,7 +416,9 @@ class _Cells(NamedTuple):
 
 
 def _levels(cells: _Cells, room: int) -> list[_Cells]:
-    """Returns the cells that a device continues with as its rows end, beginning with all of them."""
+    """Returns the cells that a device continues with as its rows end, beginning with all of
+    them.
+    """
     rows = cells.number * cells.width // 4
     if room < _LEAST_QUARTERED or not rows:
         return [cells]
@@ -358,7 +427,9 @@ def _levels(cells: _Cells, room: int) -> list[_Cells]:
 
 
 def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop:
-    """Returns the state once all responses have ended or reached `room` tokens; ended rows cost few steps."""
+    """Returns the state once all responses have ended or reached `room` tokens; ended rows cost few
+    steps.
+    """
     num_prompts, rows = loop.caches.num_prompts, loop.done_B.size
     levels = _levels(_Cells(num_prompts // shards, rows // num_prompts), room)
     for number, (cells, fewer) in enumerate(zip(levels, [*levels[1:], _Cells(0, 1)], strict=True)):
@@ -390,7 +461,9 @@ class _Some:
     def of(cls, done_B: jax.Array, whole: _Cells, cells: _Cells, shards: int) -> _Some:
         """Returns the unfinished rows, followed by others up to the size of the cells."""
         done_SxQxG = done_B.reshape(shards, whole.number, whole.width)
-        order_SxQxG = jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.number)[None, :, None]
+        order_SxQxG = (
+            jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.number)[None, :, None]
+        )
         rows_SxCxW = order_SxQxG.reshape(shards, -1, cells.width)
         done_SxC = jnp.take_along_axis(done_B.reshape(shards, -1), rows_SxCxW[:, :, 0], axis=1)
         first_SxC = jnp.argsort(done_SxC, axis=1)[:, : cells.number]
@@ -399,12 +472,17 @@ class _Some:
 
     def next_token(self, whole: _NextToken) -> _NextToken:
         """Returns the body of the loop for these rows."""
-        keys_B, limits_B = (self._taken(x, 0, self.rows_SxR) for x in (whole.keys_B, whole.limits_B))
+        keys_B, limits_B = (
+            self._taken(x, 0, self.rows_SxR) for x in (whole.keys_B, whole.limits_B)
+        )
         return dataclasses.replace(whole, keys_B=keys_B, limits_B=limits_B)
 
     def taken(self, loop: _Loop) -> _Loop:
         """Returns the state of these rows."""
-        return _Loop(loop.caches.each(self._taken_cache), *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
+        return _Loop(
+            loop.caches.each(self._taken_cache),
+            *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]),
+        )
 
     def _taken_cache(self, cache: Cache | StateCache) -> Cache | StateCache:
         if isinstance(cache, StateCache):
@@ -422,7 +500,9 @@ class _Some:
     def put_back(self, loop: _Loop, part: _Loop) -> _Loop:
         """Returns the state of all rows, with these rows updated."""
         caches = Caches(tuple(map(self._put_cache, loop.caches.places, part.caches.places)))
-        return _Loop(caches, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
+        return _Loop(
+            caches, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True))
+        )
 
     def _put_cache(self, cache: Cache | StateCache, part: Cache | StateCache) -> Cache | StateCache:
         if isinstance(cache, StateCache):
@@ -437,7 +517,9 @@ class _Some:
         def taken(x: jax.Array, numbers_R: jax.Array) -> jax.Array:
             return jnp.take(x, numbers_R, axis=axis, mode="clip")
 
-        return self._joined(jax.vmap(taken, (axis, 0), axis)(self._by_device(x, axis), numbers_SxR), axis)
+        return self._joined(
+            jax.vmap(taken, (axis, 0), axis)(self._by_device(x, axis), numbers_SxR), axis
+        )
 
     def _put(self, x: jax.Array, axis: int, new: jax.Array) -> jax.Array:
         def put(x: jax.Array, new: jax.Array, rows_R: jax.Array) -> jax.Array:
@@ -475,12 +557,19 @@ def _prefilled(
     empty = decoder.empty_caches(num_rows, num_slots, lengths_R - 1)
     _, caches = decoder.hidden_with_caches(prompts_RxP, positions_RxP, empty, limits_R)
     # A row reads its prompt's last token again, into its first slot, and draws the one after it.
-    caches, logprobs_BxL = caches.before(prompt_lengths_B - 1, 0), jnp.zeros(tokens_BxL.shape, jnp.float32)
+    caches, logprobs_BxL = (
+        caches.before(prompt_lengths_B - 1, 0),
+        jnp.zeros(tokens_BxL.shape, jnp.float32),
+    )
     return _Loop(caches, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
 
 
 def _begin(
-    program: _Program, params: State, prompts_BxP: np.ndarray, prompt_lengths_B: np.ndarray, limits_B: np.ndarray
+    program: _Program,
+    params: State,
+    prompts_BxP: np.ndarray,
+    prompt_lengths_B: np.ndarray,
+    limits_B: np.ndarray,
 ) -> _Loop:
     """Returns the state before the first token of responses that are drawn in pieces."""
     longest = max(1, int((limits_B - prompt_lengths_B).max()))
@@ -499,7 +588,9 @@ def _begin_with(
     limits_B: jax.Array,
 ) -> _Loop:
     decoder = _gathered(nnx.merge(program.graphdef, params))
-    loop = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B, prompt_lengths_B, limits_B)
+    loop = _prefilled(
+        program, decoder, prompts_BxP, prompt_lengths_B, limits_B, prompt_lengths_B, limits_B
+    )
     return loop._replace(caches=loop.caches.with_room_for(slots))
 
 
@@ -521,7 +612,9 @@ def _continue(
         drawn, state = carry
         return (drawn < tokens) & jnp.any(~state.done_B)
 
-    return jax.lax.while_loop(is_going_on, lambda carry: (carry[0] + 1, next_token(carry[1])), (jnp.int32(0), loop))[1]
+    return jax.lax.while_loop(
+        is_going_on, lambda carry: (carry[0] + 1, next_token(carry[1])), (jnp.int32(0), loop)
+    )[1]
 
 
 class _Loop(NamedTuple):
@@ -547,7 +640,12 @@ class _NextToken:
 
     @classmethod
     def of(
-        cls, program: _Program, decoder: Decoder, draw_ids_Bx3: jax.Array, limits_B: jax.Array, rules: _Rules
+        cls,
+        program: _Program,
+        decoder: Decoder,
+        draw_ids_Bx3: jax.Array,
+        limits_B: jax.Array,
+        rules: _Rules,
     ) -> _NextToken:
         """Returns the body for a decoder whose weights are gathered."""
         w_DxV = decoder.output_projection().astype(decoder.dtype)
@@ -557,7 +655,9 @@ class _NextToken:
         """Returns the state with one more token in each row that is not done."""
         last_Bx1 = loop.lengths_B[:, None] - 1
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
-        x_Bx1xD, caches = self.decoder.hidden_with_caches(token_Bx1, last_Bx1, loop.caches, self.limits_B)
+        x_Bx1xD, caches = self.decoder.hidden_with_caches(
+            token_Bx1, last_Bx1, loop.caches, self.limits_B
+        )
         logits_BxV = product(x_Bx1xD[:, 0], self.w_DxV, "bd,dv->bv", out_dtype=jnp.float32)
         logits_BxV = self.decoder.constrain(self.decoder.capped(logits_BxV), ("batch", None))
         drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))
@@ -579,21 +679,28 @@ class _NextToken:
         if self.program.truncates:
             scaled_BxV = keep_likeliest(scaled_BxV, rules.top_k, rules.nucleus_p)
         drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BxV)
-        return jnp.where(rules.temperature > 0, drawn_B, jnp.argmax(scaled_BxV, axis=1)).astype(jnp.int32)
+        return jnp.where(rules.temperature > 0, drawn_B, jnp.argmax(scaled_BxV, axis=1)).astype(
+            jnp.int32
+        )
 
 
 def _gathered(decoder: Decoder) -> Decoder:
-    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor and expert axes."""
+    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor
+    and expert axes.
+    """
 
     def gathered(weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         axes = weight.get_metadata("logical_axes")
         if any(name in axes for name in NORMS):  # computes in float32
             return weight
         value = weight.get_value()
-        value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
+        # a router computes in float32
+        value = value if "router" in axes else value.astype(decoder.dtype)
         axes = tuple(None if name in STACKS else name for name in axes)
         if isinstance(value, Adapted):
-            return weight.replace(dataclasses.replace(value, matrix=decoder.constrain(value.matrix, axes)))
+            return weight.replace(
+                dataclasses.replace(value, matrix=decoder.constrain(value.matrix, axes))
+            )
         return weight.replace(decoder.constrain(value, axes))
 
     graphdef, params = nnx.split(decoder, nnx.Param)
@@ -603,17 +710,22 @@ def _gathered(decoder: Decoder) -> Decoder:
 
 def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
     def folded(ids_3: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda key, i: (jax.random.fold_in(key, i), None), jax.random.key(seed), ids_3)[0]
+        return jax.lax.scan(
+            lambda key, i: (jax.random.fold_in(key, i), None), jax.random.key(seed), ids_3
+        )[0]
 
     return jax.vmap(folded)(draw_ids_Bx3)
 
 
-def keep_likeliest(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float) -> jax.Array:
-    """Returns the logits with -inf for all but the nucleus of the top k in [1, V]; ties with the last of them stay.
+def keep_likeliest(
+    logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float
+) -> jax.Array:
+    """Returns the logits with -inf for all but the nucleus of the top k in [1, V]; ties with the
+    last of them stay.
 
-    The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to at least p in
-    (0, 1] (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1). The temperature divides the logits
-    before.
+    The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to
+    at least p in (0, 1] (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1). The
+    temperature divides the logits before.
     """
     sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
     among_k_BxV = jax.lax.broadcasted_iota(jnp.int32, sorted_BxV.shape, 1) < top_k

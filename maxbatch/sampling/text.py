@@ -21,15 +21,22 @@ _MAX_NEW_TOKENS = 128
 
 
 def generate_text(
-    params: State, tokenizer: Tokenizer, prompt: str, config: TextConfig, rules: SamplingRules, mesh: Mesh | None = None
+    params: State,
+    tokenizer: Tokenizer,
+    prompt: str,
+    config: TextConfig,
+    rules: SamplingRules,
+    mesh: Mesh | None = None,
 ) -> str:
     """Returns the prompt and its continuation by the model, up to the end of the document.
 
-    The same arguments give the same text. A window holds `max_target_length` tokens. When it is full, its last half
-    becomes the prompt of the next window, and the model no longer sees what came before.
+    The same arguments give the same text. A window holds `max_target_length` tokens. When it is
+    full, its last half becomes the prompt of the next window, and the model no longer sees what
+    came before.
 
     Args:
-      params: parameters of a `Decoder`, on one device or sharded; the config and the tokenizer are their run's.
+      params: parameters of a `Decoder`, on one device or sharded; the config and the tokenizer are
+        their run's.
       prompt: text to start from; an empty one starts a document.
       rules: how tokens are drawn. Without `max_new_tokens` at most 128 are added.
       mesh: the mesh of the parameters; None: the compiler follows their shardings.
@@ -45,9 +52,14 @@ def generate_text(
     half = length // 2
     # Few prompts are longer than half a window, and for the others the prefill is half as long.
     prompt_length = length if half < len(ids) < length else half
-    # Unrolled layers would save a third of a token's time, but compile as long as ten thousand tokens take.
+    # Unrolled layers would save a third of a token's time, but compile as long as ten thousand
+    # tokens take.
     sampler = Sampler(
-        config.replaced({"scan_layers": True}), tokenizer, mesh, prompt_length=prompt_length, rescores=False
+        config.replaced({"scan_layers": True}),
+        tokenizer,
+        mesh,
+        prompt_length=prompt_length,
+        rescores=False,
     )
     full = len(ids) + (rules.max_new_tokens or _MAX_NEW_TOKENS)
     window = 0
@@ -58,7 +70,9 @@ def generate_text(
         response_slots = slice(len(seen), found.lengths_B[0])
         response = found.tokens_BxL[0, response_slots].tolist()
         if not np.isfinite(found.logprobs_BxL[0, response_slots]).any():
-            raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+            raise TrainingError(
+                "the model gives no token a finite log-probability; its parameters are not finite"
+            )
         if response[-1] in (tokenizer.eos_id, *rules.end_ids):
             return tokenizer.decode(ids + response[:-1])
         ids += response

@@ -1,1 +1,3 @@
-"""The ground floor: errors, terminal, processes, stop requests, locks, files, object stores, the table of chips."""
+"""The ground floor: errors, terminal, processes, stop requests, locks, files, object stores, the
+table of chips.
+"""

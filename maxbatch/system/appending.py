@@ -1,8 +1,8 @@
 """Files that grow by appending; in an object store, by joining parts.
 
-Objects cannot be appended to. Lines wait in memory and go to the store every `PERIOD_S` and at each `sync`: a small
-object is written anew, a large one is joined with the new lines inside the store, so the bytes sent do not grow with
-the file.
+Objects cannot be appended to. Lines wait in memory and go to the store every `PERIOD_S` and at each
+`sync`: a small object is written anew, a large one is joined with the new lines inside the store,
+so the bytes sent do not grow with the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
 
 PERIOD_S = 25.0
-REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least
+# an object up to this size is written anew; S3 joins parts of 5 MiB at least
+REWRITTEN_BYTES = 16 << 20
 
 
 class Appender(Protocol):
@@ -40,8 +41,8 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
 
     Args:
       content: its content before the first line is appended.
-      found: its current content, if that may differ. An object is then always written anew, so that a late earlier
-        writer has an outdated version.
+      found: its current content, if that may differ. An object is then always written anew, so that
+        a late earlier writer has an outdated version.
     """
     if found is not None and (content != found or (found and isinstance(path, RemotePath))):
         write_atomically(path, content)
@@ -77,7 +78,8 @@ class _Object:
     def __init__(self, path: RemotePath, content: bytes) -> None:
         self._path = path
         self._size = len(content)  # of the object
-        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # until it is too large
+        # until it is too large
+        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None
         self._new = bytearray()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
@@ -115,8 +117,8 @@ class _Object:
 def _join(path: RemotePath, size: int, data: bytes) -> None:
     """Adds bytes to the end of an object of `size` bytes, atomically for readers.
 
-    A retry after a lost response adds nothing twice: the object's size shows whether the join happened. The object is
-    changed only if its version is unchanged.
+    A retry after a lost response adds nothing twice: the object's size shows whether the join
+    happened. The object is changed only if its version is unchanged.
 
     Raises:
       LeaseLost: another process holds the lease of the folder.

@@ -29,8 +29,8 @@ _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
     """Opens a file that replaces `path` when the block ends; an exception discards it.
 
-    An object is uploaded from a temporary file. A link is kept and its target replaced. A device, a pipe or a
-    descriptor of this process (`/dev/stdout`) is written into directly.
+    An object is uploaded from a temporary file. A link is kept and its target replaced. A device, a
+    pipe or a descriptor of this process (`/dev/stdout`) is written into directly.
 
     Raises:
       OSError: the file cannot be written.
@@ -76,7 +76,9 @@ def _takes_bytes(path: Path) -> bool:
 
 
 def _writing_into(path: Path) -> BinaryIO:
-    """Opens a device, a pipe or a descriptor for writing; a descriptor continues at its current offset."""
+    """Opens a device, a pipe or a descriptor for writing; a descriptor continues at its current
+    offset.
+    """
     number = descriptor_of(path)
     if number is None:
         return open(path, "wb")
@@ -104,11 +106,12 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
 def writing_folder(
     folder: AnyPath, last: str, replaces: Callable[[str], bool] = lambda name: False
 ) -> Iterator[AnyPath]:
-    """Yields a place for new files, which the folder gets when the block ends; an exception discards them.
+    """Yields a place for new files, which the folder gets when the block ends; an exception
+    discards them.
 
-    The file named `last` marks the folder as complete: it is written last, and an existing one is removed first.
-    In an object store the files are written into the folder itself, `last` by the end of the block; an object whose
-    name begins with `BUILDING` marks the folder meanwhile.
+    The file named `last` marks the folder as complete: it is written last, and an existing one is
+    removed first. In an object store the files are written into the folder itself, `last` by the
+    end of the block; an object whose name begins with `BUILDING` marks the folder meanwhile.
 
     Args:
       replaces: whether a file of this name is of an earlier block that was killed, and goes.
@@ -141,8 +144,12 @@ def writing_folder(
 
 
 @contextlib.contextmanager
-def _adding_objects(folder: RemotePath, last: str, replaces: Callable[[str], bool]) -> Iterator[None]:
-    """Removes the objects added by the block if it raises; a killed block leaves a mark beside them."""
+def _adding_objects(
+    folder: RemotePath, last: str, replaces: Callable[[str], bool]
+) -> Iterator[None]:
+    """Removes the objects added by the block if it raises; a killed block leaves a mark beside
+    them.
+    """
     mark = folder / f"{BUILDING}{last}"
     mark.write_text("unfinished: the same command goes on\n")
     (folder / last).unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Progress bars on one line of a terminal. A module of its own, so that consoles without them start faster."""
+"""Progress bars on one line of a terminal. A module of its own, so that consoles without them start
+faster.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Pace:
         return f"{timedelta(seconds=round(elapsed / progress * max(self._total - done, 0)))} left"
 
     def line_is_due(self) -> bool:
-        """Returns whether `LINE_S` seconds have passed since the last line was due, and starts the next interval."""
+        """Returns whether `LINE_S` seconds have passed since the last line was due, and starts the
+        next interval.
+        """
         is_due = time.monotonic() - self._line_at >= LINE_S
         if is_due:
             self.line_was_printed()
@@ -57,7 +61,9 @@ class PaceColumn(ProgressColumn):
 
 
 class FittedText(ProgressColumn):
-    """The description of a task; its last parts (between " | ") are dropped if the line is too long."""
+    """The description of a task; its last parts (between " | ") are dropped if the line is too
+    long.
+    """
 
     def __init__(self, console: Console, others: int) -> None:
         super().__init__()
@@ -79,20 +85,25 @@ class AtLineStart:
         self._line = line
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from (segment for segment in console.render(self._line, options) if segment.text != "\n")
+        yield from (
+            segment for segment in console.render(self._line, options) if segment.text != "\n"
+        )
         yield Control((ControlType.CARRIAGE_RETURN,)).segment
 
 
 class Bar(Progress):
     """A bar on one line.
 
-    While `is_waiting` the bar is short, and other programs' text overwrites it instead of following it.
+    While `is_waiting` the bar is short, and other programs' text overwrites it instead of following
+    it.
     """
 
     is_waiting = False
 
     def get_renderable(self) -> RenderableType:
-        return AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
+        return (
+            AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
+        )
 
 
 def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
@@ -108,7 +119,9 @@ class LinesAboveBar:
 
     def __init__(self, console: Console, total: int, done: int, description: str = "") -> None:
         self._lines, self._pace = console, Pace(total, done)
-        self._bar = progress_bar(PlainConsole(stderr=console.stderr), self._pace, disable=not console.is_terminal)
+        self._bar = progress_bar(
+            PlainConsole(stderr=console.stderr), self._pace, disable=not console.is_terminal
+        )
         self._task = self._bar.add_task(description, total=total, completed=done)
 
     def say(self, line: str) -> None:

@@ -1,7 +1,8 @@
 """Bounds for foreign files: size, depth, expansion and range of numbers, each with its own message.
 
-Every reader of JSON or text from outside uses these functions, and readers of YAML those of `bounded_yaml`. A file
-beyond a bound is refused before it costs more memory or time than the bound allows.
+Every reader of JSON or text from outside uses these functions, and readers of YAML those of
+`bounded_yaml`. A file beyond a bound is refused before it costs more memory or time than the bound
+allows.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def read_json(
       finite: refuses NaN, Infinity and numbers that overflow to it.
 
     Raises:
-      RefusedContent: it is beyond a bound, is not JSON, holds half of a surrogate pair, or a value that `unique` or
-        `finite` refuses.
+      RefusedContent: it is beyond a bound, is not JSON, holds half of a surrogate pair, or a value
+        that `unique` or `finite` refuses.
       OSError: the system does not read the file.
     """
     content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
@@ -115,7 +116,9 @@ def read_json(
     if not _is_within(value, most_depth):
         raise RefusedContent(too_deep(what, most_depth))
     if _counter(content)("\\u") and not _is_text(value):
-        raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is not a character")
+        raise RefusedContent(
+            f"{what}: a text in it has half of a surrogate pair, which is not a character"
+        )
     return value
 
 
@@ -127,19 +130,27 @@ TOO_MANY_VALUES = _too_many(_MOST_JSON_VALUES)
 
 
 def has_too_many_values(line: bytes) -> bool:
-    """Returns whether a line of JSON holds more values than `read_json` reads; commas in its texts are no values."""
+    """Returns whether a line of JSON holds more values than `read_json` reads; commas in its texts
+    are no values.
+    """
     if len(line) <= MOST_BYTES or _values(line) <= _MOST_JSON_VALUES:
         return False
     return _values(_STRING.sub(b"", line)) > _MOST_JSON_VALUES
 
 
 def _values(content: bytes | str) -> int:
-    """Returns the values of JSON, or more: what looks like the beginning of one within a text counts too."""
+    """Returns the values of JSON, or more: what looks like the beginning of one within a text
+    counts too.
+    """
     return sum(map(_counter(content), "[{,"))
 
 
 def _counter(content: bytes | str) -> Callable[[str], int]:
-    return content.count if isinstance(content, str) else lambda character: content.count(character.encode())
+    return (
+        content.count
+        if isinstance(content, str)
+        else lambda character: content.count(character.encode())
+    )
 
 
 def too_deep(what: str, most_depth: int) -> str:

@@ -31,7 +31,9 @@ def compose_yaml(text: str, what: str, *, most_nodes: int = MOST_YAML_NODES) -> 
     finally:
         loader.dispose()
     if root is not None and _expanded(root, what, {}) > most_nodes:
-        raise RefusedContent(f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read")
+        raise RefusedContent(
+            f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read"
+        )
     return root
 
 
@@ -50,18 +52,24 @@ class _Composer(yaml.SafeLoader):
         if self._depth > MOST_DEPTH + 1:
             raise RefusedContent(too_deep(self._what, MOST_DEPTH))
         if self._nodes > self._most_nodes:
-            raise RefusedContent(f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read")
+            raise RefusedContent(
+                f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read"
+            )
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
 def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
-    """Counts the nodes of a tree with aliases expanded; `sizes` holds None for nodes in progress."""
+    """Counts the nodes of a tree with aliases expanded; `sizes` holds None for nodes in
+    progress.
+    """
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
-            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so it never ends")
+            raise RefusedContent(
+                f"{what}: an alias refers to a value that holds it, so it never ends"
+            )
         return size
     sizes[id(node)] = None
     size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))

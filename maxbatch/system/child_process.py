@@ -1,8 +1,8 @@
 """Processes that end with their parent, even if it is killed.
 
-A child holds the reading end of a pipe; only its parent has the other end open. The system closes that end when the
-parent ends for any reason, and the child ends at once. `python -m maxbatch.system.child_process COMMAND ...` runs a
-`maxbatch` command in such a child.
+A child holds the reading end of a pipe; only its parent has the other end open. The system closes
+that end when the parent ends for any reason, and the child ends at once. `python -m
+maxbatch.system.child_process COMMAND ...` runs a `maxbatch` command in such a child.
 """
 
 from __future__ import annotations
@@ -41,27 +41,33 @@ def start_child(
     Args:
       output: receives standard output and standard error; None: the caller's.
       keep_open: file descriptors that the child inherits.
-      tells_passing_faults: the child's exit code tells a fault of a disk or a store (`EXIT_PASSING_FAULT`) from others.
+      tells_passing_faults: the child's exit code tells a fault of a disk or a store
+        (`EXIT_PASSING_FAULT`) from others.
     """
     flags = [_TELLS_PASSING_FAULTS] if tells_passing_faults else []
     with holding_interrupts():
         return subprocess.Popen(
             [sys.executable, "-m", "maxbatch.system.child_process", *flags, *arguments],
-            stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=keep_open,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=keep_open,
             env={**os.environ, **(variables or {})},
-        )  # fmt: skip
+        )
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a child of this process is stopped (SIGSTOP, Ctrl-Z) and not continued yet."""
+    """Returns whether a child of this process is stopped (SIGSTOP, Ctrl-Z) and not continued
+    yet.
+    """
     return _stopped_child(os.P_PID, pid) is not None
 
 
 def continue_stopped_children() -> None:
     """Starts a thread that continues stopped children, for which this process may be waiting.
 
-    It continues them after `STOPPED_S`, with a line on standard error. Ctrl-Z needs no such help: it also stops this
-    process, and `fg` continues all.
+    It continues them after `STOPPED_S`, with a line on standard error. Ctrl-Z needs no such help:
+    it also stops this process, and `fg` continues all.
     """
     if hasattr(os, "waitid"):
         threading.Thread(target=_watch_stopped, name="maxbatch-children", daemon=True).start()
@@ -114,7 +120,8 @@ def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
         os._exit(1)
 
     if sys.platform == "linux":
-        # The thread below cannot run while an extension module holds the interpreter, so use the kernel's signal too.
+        # The thread below cannot run while an extension module holds the interpreter, so use the
+        # kernel's signal too.
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp() if with_group else os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
@@ -123,7 +130,9 @@ def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
 
 @contextlib.contextmanager
 def holding_interrupts() -> Iterator[None]:
-    """Starts children for which Ctrl-C waits until they call `take_interrupts`: until then they would print errors."""
+    """Starts children for which Ctrl-C waits until they call `take_interrupts`: until then they
+    would print errors.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,5 +1,6 @@
-"""The start of a command: its time, so that its first run counts the time of imports, its words, and whose process it
-is."""
+"""The start of a command: its time, so that its first run counts the time of imports, its words,
+and whose process it is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 
 _STARTED: list[float] = []  # time of day when the command began, until a run takes it
 _ARGUMENTS: list[str] = []  # of the command
-# Commands that the same command continues: a signal that asks them to stop, however early, ends them with exit code 75.
+# Commands that the same command continues: a signal that asks them to stop, however early, ends
+# them with exit code 75.
 _CONTINUED = ("train", "rl", "sweep", "critical-batch")
 _is_own_process = False
 
@@ -31,7 +33,9 @@ def can_continue(arguments: Sequence[str]) -> bool:
 
 
 def take_start() -> float:
-    """Returns the time of day when the command began; the current time if another run took it already."""
+    """Returns the time of day when the command began; the current time if another run took it
+    already.
+    """
     return _STARTED.pop() if _STARTED else time.time()
 
 
@@ -42,5 +46,7 @@ def take_process() -> None:
 
 
 def owns_process() -> bool:
-    """Returns whether this process runs a command and nothing else; False in a user's program and in the workers."""
+    """Returns whether this process runs a command and nothing else; False in a user's program and
+    in the workers.
+    """
     return _is_own_process

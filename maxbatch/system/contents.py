@@ -19,8 +19,8 @@ _MOST_THREADS = 16
 
 
 def content_stamp(file: AnyPath) -> tuple[int, list[int | str]]:
-    """Returns the size of a file, and marks that change with every write and replacement, even if size and time of
-    writing are kept.
+    """Returns the size of a file, and marks that change with every write and replacement, even if
+    size and time of writing are kept.
 
     On a disk these are inode, time of change and time of writing; in a store, the version.
     """
@@ -36,7 +36,9 @@ def stored_sum(file: AnyPath) -> str:
     return (status.md5 or f"{status.version} {file}") if isinstance(status, Status) else ""
 
 
-def md5_of(file: AnyPath, size: int | None = None, progress: Callable[[int], None] = lambda _: None) -> str:
+def md5_of(
+    file: AnyPath, size: int | None = None, progress: Callable[[int], None] = lambda _: None
+) -> str:
     """Returns the MD5 of a file in the form that stores use.
 
     Args:
@@ -63,7 +65,8 @@ class Block(NamedTuple):
     def digest(self) -> bytes:
         """A 16-byte hash of the bytes."""
         found = hashlib.sha256()
-        step = BLOCK_BYTES if is_remote(self.file) else _READ_BYTES  # a request costs as much as reading a block
+        # a request costs as much as reading a block
+        step = BLOCK_BYTES if is_remote(self.file) else _READ_BYTES
         for begin in range(self.begin, self.end, step):
             found.update(read_range(self.file, begin, min(begin + step, self.end)))
         return found.digest()[:_DIGEST_BYTES]
@@ -75,8 +78,12 @@ def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
         yield Block(file, begin, min(size, begin + BLOCK_BYTES))
 
 
-def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
-    """Yields the hash of each block; blocks are read in parallel. `progress` is called with the bytes read."""
+def digests(
+    blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None
+) -> Iterator[bytes]:
+    """Yields the hash of each block; blocks are read in parallel. `progress` is called with the
+    bytes read.
+    """
 
     def digest(block: Block) -> bytes:
         found = block.digest

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from maxbatch.system.folding import error_width, folded, printable
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
-# Of a child of `maxbatch sweep` or `critical-batch` alone, in place of 1 and 2: a full disk or a store ended the run,
-# not the run itself. Its log may be on that disk, so the log cannot tell.
+# Of a child of `maxbatch sweep` or `critical-batch` alone, in place of 1 and 2: a full disk or a
+# store ended the run, not the run itself. Its log may be on that disk, so the log cannot tell.
 EXIT_PASSING_FAULT = 74
 EXIT_CODES = {
     EXIT_DONE: "done",
     EXIT_INPUT: "invalid input; one line on standard error names the fault and a value that works",
-    EXIT_STOPPED: "stopped early on request (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C), with a checkpoint saved or nothing to "
-    "save yet, or because another host died; run the same command again",
+    EXIT_STOPPED: "stopped early on request (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C), with a checkpoint saved or "
+    "nothing to save yet, or because another host died; run the same command again",
     EXIT_FAILED: "anything else",
 }
 _DISK_FULL = "no space left on the disk; free some and run the same command again"
@@ -38,7 +38,8 @@ _MEMORY_WORDS = {
 class ConfigError(Exception):
     """Input that cannot be used: a config value, a file, a dataset, a checkpoint of another run.
 
-    The message is one line that names the key, the value, the rule and, if there is one, the nearest value that works.
+    The message is one line that names the key, the value, the rule and, if there is one, the
+    nearest value that works.
     """
 
 
@@ -60,7 +61,9 @@ class PassingFault(TrainingError):
 
 
 class StopTraining(Exception):
-    """Raised by an output to stop the run after the update that it was given, with a checkpoint, as SIGTERM does."""
+    """Raised by an output to stop the run after the update that it was given, with a checkpoint, as
+    SIGTERM does.
+    """
 
 
 class LeaseLost(PassingFault):
@@ -68,7 +71,9 @@ class LeaseLost(PassingFault):
 
 
 class StoreRefused(ConfigError, OSError):
-    """A request that an object store refuses permanently: no permission, no such bucket, credentials that expired."""
+    """A request that an object store refuses permanently: no permission, no such bucket,
+    credentials that expired.
+    """
 
 
 class StoreFailed(PassingFault, OSError):
@@ -85,7 +90,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] | None = None) -> Iterator[None]:
+def reading(
+    path: object, remedy: str = "", blame: Callable[[str], ConfigError] | None = None
+) -> Iterator[None]:
     """Turns a system's refusal to read a file, whatever its content, into a one-line error.
 
     A store's error is such a line already.
@@ -103,12 +110,15 @@ def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] 
             raise blame(f"cannot read {path}: {reason(error)}") from error
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: cannot be read ({reason(error)}){remedy and f'; {remedy}'}") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({reason(error)}){remedy and f'; {remedy}'}"
+        ) from error
 
 
 @contextlib.contextmanager
 def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
-    """Turns a failure to write a file into a one-line error; a full or failing disk is not the input's fault.
+    """Turns a failure to write a file into a one-line error; a full or failing disk is not the
+    input's fault.
 
     A store's error is such a line already.
     """
@@ -130,12 +140,16 @@ def reason(error: BaseException) -> str:
 
 
 def one_line(error: object, most: int | None = None) -> str:
-    """Returns an error's message on one line of at most so many characters; its type if it has none."""
+    """Returns an error's message on one line of at most so many characters; its type if it has
+    none.
+    """
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Returns whether Ctrl-C caused an error: extension modules that it stops while they load raise ImportError."""
+    """Returns whether Ctrl-C caused an error: extension modules that it stops while they load raise
+    ImportError.
+    """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -147,12 +161,18 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def failure_of_memory(error: BaseException) -> TrainingError | None:
-    """Returns an error with one line for one that the lack of memory caused; None for any other error."""
+    """Returns an error with one line for one that the lack of memory caused; None for any other
+    error.
+    """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         if _lacks_memory(link):
-            said = type(link).__name__ if isinstance(link, MemoryError) else reason(link)[:_MOST_REASON]
+            said = (
+                type(link).__name__
+                if isinstance(link, MemoryError)
+                else reason(link)[:_MOST_REASON]
+            )
             return TrainingError(f"memory ran out ({said}); {_more_memory(said)}")
         seen.add(id(link))
         link = link.__cause__ or link.__context__
@@ -160,7 +180,9 @@ def failure_of_memory(error: BaseException) -> TrainingError | None:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     words = _MEMORY_WORDS.get(type(error).__name__, ())
     return any(word in str(error) for word in words)
@@ -172,7 +194,10 @@ def _more_memory(said: str) -> str:
     if most != resource.RLIM_INFINITY:
         return f"the limit of this process is {most >> 10} kB (ulimit -v): raise it"
     if "RESOURCE_EXHAUSTED" in said:
-        return "a smaller per_device_batch_size or another remat_policy needs less; maxbatch fit finds what fits"
+        return (
+            "a smaller per_device_batch_size or another remat_policy needs less; maxbatch fit "
+            "finds what fits"
+        )
     return "end other programs, or use a machine with more"
 
 
@@ -180,7 +205,9 @@ _tells_passing_faults = False
 
 
 def tell_passing_faults() -> None:
-    """Makes this process, which a supervisor started, end with `EXIT_PASSING_FAULT` after such a fault."""
+    """Makes this process, which a supervisor started, end with `EXIT_PASSING_FAULT` after such a
+    fault.
+    """
     global _tells_passing_faults
     _tells_passing_faults = True
 
@@ -191,7 +218,8 @@ def _without_middle(text: str) -> str:
 
 
 def report(error: BaseException, as_json: bool = False) -> int:
-    """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code.
+    """Prints the error that ended a command, in one line unless it is a bug, and returns the exit
+    code.
 
     A terminal's lines break between words.
 
@@ -206,7 +234,9 @@ def report(error: BaseException, as_json: bool = False) -> int:
         print(f"maxbatch: {said}", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
-            error = PassingFault(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
+            error = PassingFault(
+                f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL
+            )
         said = printable(_without_middle(" ".join(str(error).split())), keep="")
         if _tells_passing_faults and isinstance(error, PassingFault | StoreRefused):
             code = EXIT_PASSING_FAULT

@@ -1,9 +1,10 @@
 """Fences: only the holder of a folder's lease can write to it in an object store.
 
-A writer can be suspended anywhere, for longer than its lease, and resume while another process trains in the folder. So
-each write checks the lease first, and requires the version that this process wrote last: a process that took over the
-lease has changed the version, or will overwrite the late object. Objects below a folder whose name begins with
-`BUILDING` have a single writer; they need only the lease.
+A writer can be suspended anywhere, for longer than its lease, and resume while another process
+trains in the folder. So each write checks the lease first, and requires the version that this
+process wrote last: a process that took over the lease has changed the version, or will overwrite
+the late object. Objects below a folder whose name begins with `BUILDING` have a single writer; they
+need only the lease.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Fence:
         """Writes an object whole.
 
         Args:
-          write_if: writes it if it has the given version, or is not there (None); returns its new version, or None.
+          write_if: writes it if it has the given version, or is not there (None); returns its new
+            version, or None.
 
         Raises:
           LeaseLost: another process holds the lease; nothing was written.
@@ -49,8 +51,8 @@ class Fence:
             version = self._versions.get(url) or version_of(url)
             self.ask()
             while (written := write_if(version)) is None:
-                # Another process holds the lease, or an earlier holder changed the object late, or the response to our
-                # own write was lost.
+                # Another process holds the lease, or an earlier holder changed the object late, or
+                # the response to our own write was lost.
                 self._confirm()
                 version = version_of(url)
             self._versions[url] = written

@@ -33,7 +33,9 @@ def error_width() -> int | None:
 
 def printable(text: str, keep: str = "\n\t") -> str:
     """Escapes control characters not in `keep`, which could move a terminal's cursor."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -42,13 +44,19 @@ def counted(number: int, noun: str) -> str:
 
 
 def folded(line: str, hanging: int, width: int | None) -> str:
-    """Folds a line, a number with its unit; the lines after the first are indented by `hanging` columns."""
+    """Folds a line, a number with its unit; the lines after the first are indented by `hanging`
+    columns.
+    """
     if width is None or len(line) <= width:
         return line
     indent = " " * hanging
     joined = _UNIT.sub(_JOINT, line)
     return textwrap.fill(
-        joined, max(width, hanging + 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        joined,
+        max(width, hanging + 20),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     ).replace(_JOINT, " ")
 
 
@@ -66,11 +74,15 @@ def folded_parts(parts: Sequence[str], width: int | None) -> str:
 def folded_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Returns the lines of a table; only its last column is folded, between words.
 
-    If the last column would be too narrow, the widest other columns get less room, and a row that needs more has its
-    last cell on separate lines.
+    If the last column would be too narrow, the widest other columns get less room, and a row that
+    needs more has its last cell on separate lines.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    while width is not None and sum(widths) + 2 * len(widths) > max(width - _LEAST_WIDTH, 0) and max(widths) > 1:
+    while (
+        width is not None
+        and sum(widths) + 2 * len(widths) > max(width - _LEAST_WIDTH, 0)
+        and max(widths) > 1
+    ):
         widths[widths.index(max(widths))] -= 1
     hanging = sum(widths) + 2 * len(widths)
     lines = []
@@ -79,9 +91,14 @@ def folded_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
         if width is None or len(head) + len(row[-1]) <= width:
             lines.append(f"{head}{row[-1]}".rstrip())
         elif len(head) == hanging:
-            lines.append(head + folded(row[-1], 0, width - hanging).replace("\n", "\n" + " " * hanging))
+            lines.append(
+                head + folded(row[-1], 0, width - hanging).replace("\n", "\n" + " " * hanging)
+            )
         else:
-            lines.append(f"{head.rstrip()}\n" + textwrap.indent(folded(row[-1], 0, width - hanging), " " * hanging))
+            lines.append(
+                f"{head.rstrip()}\n"
+                + textwrap.indent(folded(row[-1], 0, width - hanging), " " * hanging)
+            )
     return lines
 
 

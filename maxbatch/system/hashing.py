@@ -1,8 +1,8 @@
 """Hashes of rows, and their sum modulo 2^64, independent of order and placement.
 
-The same code runs in numpy and inside a jitted step, since it uses only uint32 operators, which wrap around in both. A
-64-bit row hash is two uint32 lanes. The sum is four 16-bit limbs in uint32, low ones first, which hold 65,536 summands;
-more rows are summed in blocks.
+The same code runs in numpy and inside a jitted step, since it uses only uint32 operators, which
+wrap around in both. A 64-bit row hash is two uint32 lanes. The sum is four 16-bit limbs in uint32,
+low ones first, which hold 65,536 summands; more rows are summed in blocks.
 
 Legend: R rows, L slots of a row.
 """
@@ -17,7 +17,8 @@ import numpy as np
 Array = TypeVar("Array", bound=Any)  # of NumPy or JAX
 
 _U32 = np.uint32
-# Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start value.
+# Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their
+# start value.
 _FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
 _POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
 _LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
@@ -46,7 +47,8 @@ def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_R
         for part in (tokens, segments, weights):
             slot = mixed(slot ^ part)
         sums.append(slot.sum(axis=1, dtype=xp.uint32))
-    # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows at the same slot.
+    # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows
+    # at the same slot.
     low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
     high = mixed(sums[1] ^ mixed(low + _LANES[1]))
     real_R = (segments_RxL != 0).any(axis=1)
@@ -63,9 +65,14 @@ def mixed(x: Array) -> Array:
 
 
 def limb_sums(xp: ModuleType, hashes_Rx2: Array) -> Array:
-    """Returns uint32[4]: the sum of row hashes (uint32[R, 2]) in limbs of 16 bits, not yet carried."""
+    """Returns uint32[4]: the sum of row hashes (uint32[R, 2]) in limbs of 16 bits, not yet
+    carried.
+    """
     limbs_Rx4 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2).reshape(-1, 4)
-    sums = [limbs_Rx4[i : i + _BLOCK].sum(axis=0, dtype=xp.uint32) for i in range(0, max(len(limbs_Rx4), 1), _BLOCK)]
+    sums = [
+        limbs_Rx4[i : i + _BLOCK].sum(axis=0, dtype=xp.uint32)
+        for i in range(0, max(len(limbs_Rx4), 1), _BLOCK)
+    ]
     total: Array = sums[0]
     for more in sums[1:]:
         total = carry(xp, carry(xp, total) + carry(xp, more))
@@ -73,7 +80,9 @@ def limb_sums(xp: ModuleType, hashes_Rx2: Array) -> Array:
 
 
 def carry(xp: ModuleType, limbs: Array) -> Array:
-    """Carries limbs: uint32[4] with the same sum modulo 2^64 and every limb below 2^16, so 65,535 more can be added."""
+    """Carries limbs: uint32[4] with the same sum modulo 2^64 and every limb below 2^16, so 65,535
+    more can be added.
+    """
     carried: list[Array] = []
     over: Array | np.uint32 = _U32(0)
     for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):

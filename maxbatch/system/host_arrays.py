@@ -18,7 +18,9 @@ def empty_aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_by_lines(source: np.ndarray, target: np.ndarray) -> None:
-    """Copies by cache lines of the target; a transposition along either array would miss the cache."""
+    """Copies by cache lines of the target; a transposition along either array would miss the
+    cache.
+    """
     if source.dtype == target.dtype:
         source, target = (array.view(f"u{array.itemsize}") for array in (source, target))
     step = _LINE // target.itemsize

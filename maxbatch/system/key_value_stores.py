@@ -1,6 +1,7 @@
 """Folders as TensorStore describes them (https://google.github.io/tensorstore/kvstore).
 
-TensorStore has clients of its own for object stores, which do not read all variables that ours read.
+TensorStore has clients of its own for object stores, which do not read all variables that ours
+read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from maxbatch.system.storage import AnyPath
 
 
 def key_value_store(folder: AnyPath) -> dict[str, object]:
-    """Returns TensorStore's description of a folder, with the addresses that the environment gives to other clients."""
+    """Returns TensorStore's description of a folder, with the addresses that the environment gives
+    to other clients.
+    """
     if not isinstance(folder, RemotePath):
         return {"driver": "file", "path": f"{folder}/"}
     scheme, _, rest = str(folder).partition("://")

@@ -1,9 +1,10 @@
 """Leases: a single writer per folder of an object store, which has no file locks.
 
-A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
-lapses when not renewed for `LAPSE_S`. Other processes watch its version to detect a lapse, so no two machines' clocks
-are compared (as in Kubernetes and DynamoDB's lock client). A holder whose own clocks do not rule out a lapse asks the
-store before it writes to the folder (`maxbatch.system.fences`).
+A lease is an object that names its holder. It is written with a precondition, renewed while the
+holder lives, and lapses when not renewed for `LAPSE_S`. Other processes watch its version to detect
+a lapse, so no two machines' clocks are compared (as in Kubernetes and DynamoDB's lock client). A
+holder whose own clocks do not rule out a lapse asks the store before it writes to the folder
+(`maxbatch.system.fences`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Lease:
 
     lost: str | None = None
 
-    def __init__(self, path: RemotePath, version: str, holder: dict[str, object], since: Clocks) -> None:
+    def __init__(
+        self, path: RemotePath, version: str, holder: dict[str, object], since: Clocks
+    ) -> None:
         self._path, self._version, self._holder = path, version, holder
         self._renewed_at, self._renewing = since, threading.Lock()
         self._fence = Fence(path.parent.url, self.ask, self._confirm)
@@ -136,7 +139,8 @@ class _Lock:
     def check(self) -> None:
         if not is_lock_on(self._lock, self._folder / LOCK_FILE):
             raise LeaseLost(
-                f"{self._folder}: its lock was removed, and another process may write to it; this one stops"
+                f"{self._folder}: its lock was removed, and another process may write to it; this "
+                "one stops"
             )
 
     def close(self) -> None:
@@ -144,7 +148,8 @@ class _Lock:
 
 
 def _clocks() -> Clocks:
-    """Returns this machine's clocks in seconds: monotonic, time of day and, if any, monotonic through sleep.
+    """Returns this machine's clocks in seconds: monotonic, time of day and, if any, monotonic
+    through sleep.
 
     The time of day is right again after a virtual machine was stopped.
     """
@@ -178,14 +183,18 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = note) -> Lease | s
             if version is not None:
                 return Lease(path, version, holder, since)
             found = _look(path)
-            if found and found[0].get("token") == holder["token"]:  # the response to the first try was lost
+            # the response to the first try was lost
+            if found and found[0].get("token") == holder["token"]:
                 return Lease(path, found[1], holder, since)
             if found and not _is_dead(found[0]):
                 return _in_words(found[0])
             continue
         if watched is None:
             watched = (found[1], now)
-            say(f"{path.parent}: {_in_words(found[0])} holds its lease; waiting up to {LAPSE_S:.0f} s for it to lapse")
+            say(
+                f"{path.parent}: {_in_words(found[0])} holds its lease; waiting up to "
+                f"{LAPSE_S:.0f} s for it to lapse"
+            )
         time.sleep(_LOOK_S)
 
 
@@ -206,8 +215,8 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
 
 
 def hold_folder(folder: AnyPath, refusal: str, named: str = "") -> Hold:
-    """Keeps other processes from writing to a folder, by its lease or, on a disk, its lock. Arguments as for
-    `hold_lease`.
+    """Keeps other processes from writing to a folder, by its lease or, on a disk, its lock.
+    Arguments as for `hold_lease`.
 
     Raises:
       ConfigError: another process holds it.
@@ -223,10 +232,12 @@ def hold_folder(folder: AnyPath, refusal: str, named: str = "") -> Hold:
 
 @contextlib.contextmanager
 def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
-    """Holds the lease of a folder during a block, as `hold_lease` does; a folder of a disk needs none.
+    """Holds the lease of a folder during a block, as `hold_lease` does; a folder of a disk needs
+    none.
 
     Yields:
-      A function that raises TrainingError if the lease was lost; the end of the block also calls it.
+      A function that raises TrainingError if the lease was lost; the end of the block also calls
+      it.
     """
     if not isinstance(folder, RemotePath):
         yield lambda: None
@@ -292,7 +303,9 @@ def _born(pid: int) -> str | None:
 
 def _is_dead(holder: dict[str, object]) -> bool:
     """Returns whether the holder was a process of this machine and is dead."""
-    is_here = holder.get("machine") == _machine() != "" and holder.get("host") == socket.gethostname()
+    is_here = (
+        holder.get("machine") == _machine() != "" and holder.get("host") == socket.gethostname()
+    )
     pid = holder.get("pid")
     return is_here and isinstance(pid, int) and _born(pid) != holder.get("born")
 
@@ -301,7 +314,11 @@ def _in_words(holder: dict[str, object]) -> str:
     """Describes a holder, with the age of its lease if this machine's clock gives it."""
     pid, host = holder.get("pid"), holder.get("host")
     renewed = holder.get("renewed") if holder.get("machine") == _machine() != "" else None
-    name = "".join(c for c in host[:80] if c.isprintable()) if isinstance(host, str) else "an unknown host"
+    name = (
+        "".join(c for c in host[:80] if c.isprintable())
+        if isinstance(host, str)
+        else "an unknown host"
+    )
     age = max(0.0, time.time() - renewed) if isinstance(renewed, float) else None
     since = "" if age is None or age > _OLDEST_S else f" (renewed {age:.0f} s ago)"
     return f"process {pid if isinstance(pid, int) else '?'} on {name}{since}"

@@ -1,4 +1,6 @@
-"""Locks on files. The system frees a lock when the last process with the file open ends, even by kill -9."""
+"""Locks on files. The system frees a lock when the last process with the file open ends, even by
+kill -9.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def take_lock(path: Path, wait_s: float = 0.0) -> BinaryIO | None:
     """Locks a file, creating it if needed.
 
     Returns:
-      The open file; closing it frees the lock, and a child that inherits it holds the lock too. None if another process
-      still holds the lock after `wait_s` seconds.
+      The open file; closing it frees the lock, and a child that inherits it holds the lock too.
+      None if another process still holds the lock after `wait_s` seconds.
 
     Raises:
       OSError: the file cannot be opened, or its file system has no locks.
@@ -73,7 +75,9 @@ def _lock_at(path: Path) -> BinaryIO:
 
 
 def is_lock_on(file: BinaryIO, path: Path) -> bool:
-    """Returns whether a locked file is still at a path; a lock on a removed file protects nothing."""
+    """Returns whether a locked file is still at a path; a lock on a removed file protects
+    nothing.
+    """
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:

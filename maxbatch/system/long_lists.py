@@ -1,7 +1,7 @@
 """Lists of values that may be too many for memory, such as the files of a dataset.
 
-Blocks of the values are in a temporary file. JSON is made and read part by part, and is the same text as that of a list
-in memory.
+Blocks of the values are in a temporary file. JSON is made and read part by part, and is the same
+text as that of a list in memory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def in_order(values: Iterable[S]) -> Iterator[S]:
 
 
 def json_parts(value: object, sort_keys: bool = False) -> Iterator[bytes]:
-    """Yields the JSON of a value that holds long lists, as `json.dumps` would write it with lists in their place."""
+    """Yields the JSON of a value that holds long lists, as `json.dumps` would write it with lists
+    in their place.
+    """
     lists: list[Iterable[object]] = []
 
     def placed(found: object) -> str:
@@ -112,7 +114,8 @@ def json_parts(value: object, sort_keys: bool = False) -> Iterator[bytes]:
 
 
 def read_json_list(parts: Iterable[str], head: str) -> tuple[LongList[object], str]:
-    """Reads a list in a JSON text that `json_parts` made; returns its values, and the text after it.
+    """Reads a list in a JSON text that `json_parts` made; returns its values, and the text after
+    it.
 
     Args:
       parts: of the text.

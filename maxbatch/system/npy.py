@@ -37,14 +37,19 @@ def npy_header(content: Any, what: str) -> NpyHeader:
         else:
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
     except Exception as error:  # numpy evaluates the header as Python's literals
-        raise RefusedContent(f"{what}: is not a NumPy array ({' '.join(str(error).split())[:80]})") from None
+        raise RefusedContent(
+            f"{what}: is not a NumPy array ({' '.join(str(error).split())[:80]})"
+        ) from None
     if len(shape) != 1 or shape[0] < 0 or dtype.kind not in "biuf":
-        raise RefusedContent(f"{what}: holds an array of shape {str(shape)[:80]}, and must hold a list of numbers")
+        raise RefusedContent(
+            f"{what}: holds an array of shape {str(shape)[:80]}, and must hold a list of numbers"
+        )
     return NpyHeader(shape[0], dtype, file.tell())
 
 
 def read_npy(content: Any, what: str) -> np.ndarray:
-    """Returns the array of a file without a copy; arguments as for `npy_header`, with the whole content.
+    """Returns the array of a file without a copy; arguments as for `npy_header`, with the whole
+    content.
 
     Raises:
       RefusedContent: as `npy_header`, or the number of bytes differs from the header's.

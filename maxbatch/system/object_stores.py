@@ -1,6 +1,8 @@
-"""Clients of object stores: settings, retries, classified errors, requests conditional on a version.
+"""Clients of object stores: settings, retries, classified errors, requests conditional on a
+version.
 
-The packages of `maxbatch.system.stores` are used through fsspec, in whose own configuration their settings are.
+The packages of `maxbatch.system.stores` are used through fsspec, in whose own configuration their
+settings are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import TypeVar
 
-from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError, one_line
+from maxbatch.system.errors import (
+    ConfigError,
+    StoreFailed,
+    StoreFull,
+    StoreRefused,
+    TrainingError,
+    one_line,
+)
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import LOST, Content, FileSystem, ObjectStore, chain, split
@@ -64,7 +73,9 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
 
 
 def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
-    """Makes a removal repeatable: an earlier try with a lost response may have removed the object."""
+    """Makes a removal repeatable: an earlier try with a lost response may have removed the
+    object.
+    """
     tries = 0
 
     def remove_again() -> None:
@@ -98,7 +109,10 @@ def _answer(url: str, request: Callable[[], T], started: float, patience: Patien
     while not wait([done], _LOOK_S).done:
         if patience.is_over(started):
             patience.leave_behind()
-            raise StoreFailed(f"{url}: the store does not answer (it is silent for {time.monotonic() - begun:.0f} s)")
+            raise StoreFailed(
+                f"{url}: the store does not answer (it is silent for "
+                f"{time.monotonic() - begun:.0f} s)"
+            )
     return done.result()
 
 
@@ -107,7 +121,9 @@ def _given_up(failure: BaseException, started: float, patience: Patience) -> Bas
     if isinstance(failure, StoreFailed):
         patience.give_up()
     if isinstance(failure, StoreFailed) and seconds >= 1:
-        return StoreFailed(f"{failure} (tried for {seconds:.0f} s); run the same command again later")
+        return StoreFailed(
+            f"{failure} (tried for {seconds:.0f} s); run the same command again later"
+        )
     return failure
 
 
@@ -121,11 +137,18 @@ def meaning(error: BaseException, url: str) -> BaseException:
     scheme, bucket = split(url)[:2]
     store, status = STORES[scheme], _status(error, scheme)
     if status == HTTPStatus.UNAUTHORIZED:
-        return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); {store.sign_in}")
+        return StoreRefused(
+            f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
+            f"{store.sign_in}"
+        )
     if status == HTTPStatus.FORBIDDEN:
-        return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {store.needs}")
+        return StoreRefused(
+            f"{url}: no permission in bucket {bucket}; give this identity {store.needs}"
+        )
     if status == HTTPStatus.INSUFFICIENT_STORAGE:
-        return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
+        return StoreFull(
+            f"{url}: bucket {bucket} is full; free some space and run the same command again"
+        )
     if status in _PASSING:
         return StoreFailed(f"{url}: the store does not answer ({_short(error)})")
     if status or isinstance(error, OSError | ValueError):
@@ -134,7 +157,9 @@ def meaning(error: BaseException, url: str) -> BaseException:
 
 
 def _status(error: BaseException, scheme: str) -> int | None:
-    """Returns the HTTP status of the nearest client's exception among an error and its causes, or None."""
+    """Returns the HTTP status of the nearest client's exception among an error and its causes, or
+    None.
+    """
     errors = chain(error)
     for one in errors:
         if isinstance(one, ConnectionError | TimeoutError | InterruptedError):
@@ -170,7 +195,9 @@ def file_system(scheme: str) -> FileSystem:
     """
     package, extra = STORES[scheme].package, STORES[scheme].extra
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{scheme}:// needs {package}, which is not installed: pip install 'maxbatch[{extra}]'")
+        raise ConfigError(
+            f"{scheme}:// needs {package}, which is not installed: pip install 'maxbatch[{extra}]'"
+        )
     configure()
     import fsspec
 
@@ -187,10 +214,12 @@ def configure() -> None:
     from fsspec.config import conf
 
     for name in ("gcsfs", "s3fs", "aiobotocore", "botocore"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise what they log with a traceback
+        # they also raise what they log with a traceback
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     for scheme, store in STORES.items():
         settings = conf.setdefault(scheme, {})
-        settings.setdefault("use_listings_cache", False)  # other processes write to the same folders
+        # other processes write to the same folders
+        settings.setdefault("use_listings_cache", False)
         store.configure(settings)
 
 
@@ -201,7 +230,9 @@ def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]
 
 
 def read(url: str) -> Content:
-    """Returns the content of an object, read by one request and checked against the store's hash or length."""
+    """Returns the content of an object, read by one request and checked against the store's hash or
+    length.
+    """
     store, at = _at(url)
 
     def read() -> Content:
@@ -241,7 +272,9 @@ def write_if(url: str, data: bytes, version: str | None) -> str | None:
     """
     store, at = _at(url)
     with naming_missing_bucket(url):
-        return _unless_lost(url, lambda: store.write(*at, data, version), is_there=version is not None)
+        return _unless_lost(
+            url, lambda: store.write(*at, data, version), is_there=version is not None
+        )
 
 
 def remove_if(url: str, version: str) -> bool:
@@ -251,7 +284,9 @@ def remove_if(url: str, version: str) -> bool:
 
 
 def join(url: str, version: str, size: int, data: bytes) -> bool:
-    """Appends bytes, inside the store, to an object of `size` bytes if it has a version; returns whether it did."""
+    """Appends bytes, inside the store, to an object of `size` bytes if it has a version; returns
+    whether it did.
+    """
     store, at = _at(url)
 
     def append() -> bool:
@@ -262,7 +297,9 @@ def join(url: str, version: str, size: int, data: bytes) -> bool:
 
 
 def _unless_lost(url: str, request: Callable[[], T], is_there: bool = True) -> T | None:
-    """Makes a request about an object that has a version; returns None if another process changed it before."""
+    """Makes a request about an object that has a version; returns None if another process changed
+    it before.
+    """
 
     def make() -> T | None:
         try:

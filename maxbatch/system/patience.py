@@ -1,7 +1,8 @@
 """The time for which a command retries requests of stores.
 
-Libraries make requests on their own threads, which do not inherit context variables. So there is one `Patience` at a
-time, for the running command: the outermost `Stopping` makes it (`begin`) and forwards requests to stop.
+Libraries make requests on their own threads, which do not inherit context variables. So there is
+one `Patience` at a time, for the running command: the outermost `Stopping` makes it (`begin`) and
+forwards requests to stop.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Patience:
     last_seconds = 2.0  # after that, for each
 
     def __init__(self, before: Patience | None = None) -> None:
-        self._before = before if before and before.keeps_threads else None  # a command that left threads behind
+        # a command that left threads behind
+        self._before = before if before and before.keeps_threads else None
         self._hurried_at: float | None = None
         self.gave_up = False  # after a request to stop
         self._left_behind = False
@@ -49,7 +51,11 @@ class Patience:
     @property
     def keeps_threads(self) -> bool:
         """Whether threads of this process still wait for a store."""
-        return self._left_behind or self._trying > 0 or (self._before is not None and self._before.keeps_threads)
+        return (
+            self._left_behind
+            or self._trying > 0
+            or (self._before is not None and self._before.keeps_threads)
+        )
 
     def leave_behind(self) -> None:
         """Records that the command gave up on a store while a thread still waits for it."""
@@ -64,7 +70,9 @@ class Patience:
         return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
 
     def is_over(self, started: float) -> bool:
-        """Returns whether a stop was requested and the request started at `started` is past its deadline."""
+        """Returns whether a stop was requested and the request started at `started` is past its
+        deadline.
+        """
         return self._hurried_at is not None and time.monotonic() >= self.ends(started)
 
     def give_up(self) -> None:

@@ -1,8 +1,10 @@
-"""Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported when a command first needs it.
+"""Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported when a command first needs
+it.
 
-A task runs in the command's folder if its node has that folder, so relative paths mean the same on a shared file
-system. Tasks share the command's config keys in the environment and its access to object stores. Ray runs a task again
-if its node is lost, and ends a command's tasks when the command ends for any reason.
+A task runs in the command's folder if its node has that folder, so relative paths mean the same on
+a shared file system. Tasks share the command's config keys in the environment and its access to
+object stores. Ray runs a task again if its node is lost, and ends a command's tasks when the
+command ends for any reason.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from maxbatch.system.worker_pool import WorkerEnded
 
 # Ray's options for the resources that every node has; other resources are the cluster's own.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-# Prefixes of environment variables that a command shares with its tasks: config keys, and settings of stores' clients.
+# Prefixes of environment variables that a command shares with its tasks: config keys, and settings
+# of stores' clients.
 _SHARED = ("MAXBATCH_", "FSSPEC_")
 _LONGEST = 160  # characters of a message of Ray
 _ANSWER_S = 10.0
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4: no settings
+# RFC 9113, 3.4: no settings
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -44,7 +48,8 @@ class RayCluster:
     """A connection to a Ray cluster; a context manager. A cluster that it started ends with it.
 
     Args:
-      address: `local` to start a cluster on this machine, `auto` for a running one, or an address of `ray.init`.
+      address: `local` to start a cluster on this machine, `auto` for a running one, or an address
+        of `ray.init`.
       resources: of each task, by Ray's names, such as {"TPU": 4}; one CPU unless stated.
       retries: times that a task runs again after its node or worker process is lost; -1: no limit.
 
@@ -65,12 +70,17 @@ class RayCluster:
             _connect(ray, address)
         needed = {"CPU": 1.0, **resources}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        slots = sum(int(min(node.get(name, 0) / amount for name, amount in needed.items())) for node in nodes)
+        slots = sum(
+            int(min(node.get(name, 0) / amount for name, amount in needed.items()))
+            for node in nodes
+        )
         if not slots:
             wanted = ",".join(f"{name}={amount:g}" for name, amount in needed.items())
             if address == "local":
                 self.close()
-                raise ConfigError(f"--resources {wanted}: this machine lacks them; works: --resources CPU=1")
+                raise ConfigError(
+                    f"--resources {wanted}: this machine lacks them; works: --resources CPU=1"
+                )
             note(f"no node of the cluster has {wanted} yet; tasks wait for one")
         self.num_slots = max(1, slots)
         named = {_OPTIONS[name]: amount for name, amount in needed.items() if name in _OPTIONS}
@@ -78,9 +88,15 @@ class RayCluster:
         self._call = ray.remote(max_retries=retries, resources=others, **named)(_call)
         self._variables = shared_variables(os.environ)
 
-    def start(self, function: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> RayTask[Answer]:
-        """Queues a call of a function with picklable arguments; it starts when a node has the resources."""
-        return RayTask(self._ray, self._call.remote(os.getcwd(), self._variables, function, args, kwargs))
+    def start(
+        self, function: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs
+    ) -> RayTask[Answer]:
+        """Queues a call of a function with picklable arguments; it starts when a node has the
+        resources.
+        """
+        return RayTask(
+            self._ray, self._call.remote(os.getcwd(), self._variables, function, args, kwargs)
+        )
 
     def put(self, value: object) -> object:
         """Returns a reference to a value, which `ray.get` resolves on every node."""
@@ -127,7 +143,9 @@ class RayTask(Generic[Answer]):
 
         def done(theirs: Future[Answer]) -> None:
             error = theirs.exception()
-            future.set_result(theirs.result()) if error is None else future.set_exception(self._meaning(error))
+            future.set_result(theirs.result()) if error is None else future.set_exception(
+                self._meaning(error)
+            )
 
         self._reference.future().add_done_callback(done)
         return future
@@ -159,7 +177,10 @@ class RayPool(Generic[Item, Answer]):
     """
 
     def __init__(
-        self, cluster: RayCluster, setup: Callable[[], Callable[[Item], Answer]], variables: Mapping[str, str]
+        self,
+        cluster: RayCluster,
+        setup: Callable[[], Callable[[Item], Answer]],
+        variables: Mapping[str, str],
     ) -> None:
         self._cluster, self._name = cluster, os.urandom(8).hex()
         # Inside a list, only the first task of a worker process fetches it.
@@ -169,8 +190,8 @@ class RayPool(Generic[Item, Answer]):
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
         """Returns futures of the function's results for each item.
 
-        A future raises the error of the function or of the setup, or WorkerEnded if the task's workers or nodes are
-        lost for good.
+        A future raises the error of the function or of the setup, or WorkerEnded if the task's
+        workers or nodes are lost for good.
         """
         return [self._submit(item) for item in items]
 
@@ -220,16 +241,24 @@ def _connect(ray: ModuleType, address: str) -> None:
 
 
 def _await_answer(host: str, port: int) -> None:
-    """Waits until a server answers HTTP/2's greeting, as Ray's servers do; raises OSError if none does."""
+    """Waits until a server answers HTTP/2's greeting, as Ray's servers do; raises OSError if none
+    does.
+    """
     with socket.create_connection((host, port), _ANSWER_S) as connection:
         connection.sendall(_GREETING)
         connection.recv(1)
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that tasks take from the command; the others come from the node."""
+    """Returns the environment variables that tasks take from the command; the others come from the
+    node.
+    """
     of_stores = {name for store in STORES.values() for name in store.variables}
-    return {name: value for name, value in environment.items() if name.startswith(_SHARED) or name in of_stores}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_SHARED) or name in of_stores
+    }
 
 
 def _call(
@@ -241,9 +270,11 @@ def _call(
 ) -> Answer:
     """Calls a function, in a worker process of a node."""
     os.environ.update(variables)  # Ray starts worker processes for each command
-    # Ray raises KeyboardInterrupt by this handler, which is missing if the command was started in the background.
+    # Ray raises KeyboardInterrupt by this handler, which is missing if the command was started in
+    # the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(OSError):  # a node without the folder can still use paths in object stores
+    # a node without the folder can still use paths in object stores
+    with contextlib.suppress(OSError):
         os.chdir(folder)
     return function(*args, **kwargs)
 

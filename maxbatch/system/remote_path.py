@@ -39,9 +39,10 @@ class Status(NamedTuple):
 class RemotePath:
     """A path in an object store, with the methods of pathlib that make sense there.
 
-    Methods raise FileNotFoundError as pathlib's do, and one-line errors otherwise: ConfigError if the store refuses
-    (permission, credentials, no such bucket), TrainingError if it does not answer or is full. In a folder leased by
-    this process (`maxbatch.system.fences`), writes raise LeaseLost once the lease is lost.
+    Methods raise FileNotFoundError as pathlib's do, and one-line errors otherwise: ConfigError if
+    the store refuses (permission, credentials, no such bucket), TrainingError if it does not answer
+    or is full. In a folder leased by this process (`maxbatch.system.fences`), writes raise
+    LeaseLost once the lease is lost.
     """
 
     url: str  # scheme://bucket/name, no slash at the end
@@ -108,7 +109,9 @@ class RemotePath:
 
     def stat(self) -> Status:
         info = self.info()
-        version = next((info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), "")
+        version = next(
+            (info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), ""
+        )
         written = info.get("mtime") or info.get("LastModified")
         size, seconds = int(info["size"] or 0), written.timestamp() if written else 0.0
         return Status(size, seconds, str(version).strip('"'), _md5_of(info))
@@ -125,7 +128,11 @@ class RemotePath:
     def file_sizes(self) -> dict[str, int]:
         """Returns the sizes in bytes of the folder's direct objects, by name, from one listing."""
         found = self.ask(self.file_system.ls, self.url, detail=True)
-        return {self._url_of(e).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
+        return {
+            self._url_of(e).rpartition("/")[2]: int(e["size"] or 0)
+            for e in found
+            if e["type"] == "file"
+        }
 
     def _entries(self) -> list[tuple[str, str]]:
         found = self.ask(self.file_system.ls, self.url, detail=True)
@@ -136,14 +143,20 @@ class RemotePath:
         """Returns the objects below the folder with their sizes, sorted by name."""
 
         found = self.ask(self.file_system.find, self.url, detail=True).values()
-        entries = {self._url_of(entry): int(entry["size"] or 0) for entry in found if entry["type"] == "file"}
+        entries = {
+            self._url_of(entry): int(entry["size"] or 0)
+            for entry in found
+            if entry["type"] == "file"
+        }
         return sorted((RemotePath(url), size) for url, size in entries.items())
 
     def _url_of(self, entry: dict[str, Any]) -> str:
         return f"{split(self.url)[0]}://{entry['name'].rstrip('/')}"
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yields matches of the pattern below the folder, sorted by name; `*` does not cross a slash."""
+        """Yields matches of the pattern below the folder, sorted by name; `*` does not cross a
+        slash.
+        """
         head, _, rest = pattern.partition("/")
         if not re.search(r"[*?[]", head):
             below = self / head
@@ -262,7 +275,9 @@ class _Ranges(io.RawIOBase):
 
 
 def _md5_of(info: Mapping[str, Any]) -> str:
-    """Returns a store's MD5 of an object: Google's field, or the ETag of an S3 object uploaded whole."""
+    """Returns a store's MD5 of an object: Google's field, or the ETag of an S3 object uploaded
+    whole.
+    """
     if info.get("md5Hash"):
         return base64.b64decode(info["md5Hash"]).hex()
     etag = str(info.get("ETag") or "").strip('"')

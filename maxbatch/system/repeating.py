@@ -9,7 +9,8 @@ from maxbatch.system.errors import ConfigError, TrainingError
 
 
 class Repeating:
-    """A thread that calls a function every `period_s` seconds until stopped, or until the function fails.
+    """A thread that calls a function every `period_s` seconds until stopped, or until the function
+    fails.
 
     Args:
       period_s: seconds from the end of one call to the next.

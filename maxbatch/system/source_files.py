@@ -1,7 +1,7 @@
 """Files of datasets, on this machine and in object stores; names may have any character.
 
-Local paths avoid fsspec: its import takes as long as numpy's, and its local file system has no times in nanoseconds and
-follows no symbolic links to folders.
+Local paths avoid fsspec: its import takes as long as numpy's, and its local file system has no
+times in nanoseconds and follows no symbolic links to folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from maxbatch.system.storage import AnyPath, scheme_of, url_fault
 from maxbatch.system.stores.store import split
 
 # Fields with an object's version in stores' answers, the most reliable first.
-_STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+_STAMPS = (
+    "etag",
+    "ETag",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
 
 Matches = Callable[[str], object]  # tests the bare name of a file or folder
 
@@ -38,7 +47,8 @@ class SourceFile(NamedTuple):
     name: str  # its path below the dataset
     size: int  # bytes
     stamp: int | str  # changes with the content: mtime in ns, or the store's version of the object
-    marks: tuple[int, ...] = ()  # on a disk: inode, and time of change in ns, which programs cannot set
+    # on a disk: inode, and time of change in ns, which programs cannot set
+    marks: tuple[int, ...] = ()
     content: str = ""  # in a store: its checksum or version of the content
 
 
@@ -71,17 +81,23 @@ def is_there(place: AnyPath) -> bool:
 
 
 def source_file(path: AnyPath, name: str) -> SourceFile | None:
-    """Describes a regular file; returns None for anything else, raises OSError if nothing is there."""
+    """Describes a regular file; returns None for anything else, raises OSError if nothing is
+    there.
+    """
     if isinstance(path, RemotePath):
         return _object(path, name, path.info())
     status = path.stat()
     if not S_ISREG(status.st_mode):
         return None
-    return SourceFile(str(path), name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns))
+    return SourceFile(
+        str(path), name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns)
+    )
 
 
 def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> LongList[SourceFile]:
-    """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
+    """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their
+    names.
+    """
     if isinstance(folder, Path):
         entries = in_order(_entries(os.path.abspath(folder), "", wanted, enter))
         return LongList(file for name, path in entries if (file := source_file(Path(path), name)))
@@ -99,11 +115,15 @@ def files_matching(pattern: AnyPath) -> LongList[SourceFile]:
     if isinstance(pattern, RemotePath):
         return LongList(_objects(pattern, pattern.file_system.glob))
     paths = in_order(_matches(str(pattern)))
-    return LongList(file for path in paths if (file := source_file(Path(os.path.abspath(path)), path)))
+    return LongList(
+        file for path in paths if (file := source_file(Path(os.path.abspath(path)), path))
+    )
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """Yields the paths that a pattern matches, as `glob` does, but without a list of the names in a folder."""
+    """Yields the paths that a pattern matches, as `glob` does, but without a list of the names in a
+    folder.
+    """
     folder, name = os.path.split(pattern)
     if name == "**" or folder.startswith("**") or not glob.has_magic(name):
         yield from glob.iglob(pattern, recursive=True)
@@ -113,7 +133,9 @@ def _matches(pattern: str) -> Iterator[str]:
         if os.path.isdir(parent or os.curdir):
             with os.scandir(parent or os.curdir) as entries:
                 for entry in entries:
-                    if wanted(entry.name) and (name.startswith(".") or not entry.name.startswith(".")):
+                    if wanted(entry.name) and (
+                        name.startswith(".") or not entry.name.startswith(".")
+                    ):
                         yield os.path.join(parent, entry.name)
 
 
@@ -129,7 +151,9 @@ def local_copy(path: AnyPath) -> Iterator[str]:
         yield copy
 
 
-def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Iterator[tuple[str, str]]:
+def _entries(
+    folder: str, prefix: str, wanted: Matches, enter: Matches
+) -> Iterator[tuple[str, str]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             is_folder = entry.is_dir()
@@ -139,8 +163,12 @@ def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Itera
                 yield prefix + entry.name, entry.path
 
 
-def _objects(place: RemotePath, request: Callable[..., dict[str, dict[str, Any]]]) -> Iterator[SourceFile]:
-    """Yields the objects that a request about a place lists, in order; their names begin with the bucket."""
+def _objects(
+    place: RemotePath, request: Callable[..., dict[str, dict[str, Any]]]
+) -> Iterator[SourceFile]:
+    """Yields the objects that a request about a place lists, in order; their names begin with the
+    bucket.
+    """
     scheme = split(place.url)[0]
     for name, info in sorted(place.ask(request, place.url, detail=True).items()):
         if file := _object(RemotePath(f"{scheme}://{name}"), name, info):

@@ -1,7 +1,7 @@
 """Requests to stop a command, answered at once, even while compiled code runs.
 
-SIGTERM asks for a stop (a preemption), and so do SIGHUP (a connection that is lost), SIGUSR1 (SLURM, before the time is
-over) and Ctrl-C.
+SIGTERM asks for a stop (a preemption), and so do SIGHUP (a connection that is lost), SIGUSR1
+(SLURM, before the time is over) and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NoReturn, Self
 from maxbatch.system.errors import EXIT_FAILED, EXIT_PASSING_FAULT, EXIT_STOPPED
 from maxbatch.system.patience import begin, patience
 
-_GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
+# for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
+_GRACE_S = 2.0
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # besides Ctrl-C
 _OPEN: list[Stopping] = []  # contexts that a signal asks to stop, the innermost last
 _END_S = 10.0  # longer than `end_at_once` takes
@@ -32,22 +33,26 @@ _UNANSWERED: set[int] = set()  # signals not yet answered by the handler or the 
 
 
 class Stopping:
-    """A context in which SIGINT or one of `STOPS` requests a stop; a second SIGINT raises KeyboardInterrupt.
+    """A context in which SIGINT or one of `STOPS` requests a stop; a second SIGINT raises
+    KeyboardInterrupt.
 
-    `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own line. Inside of
-    another context that a signal has asked to stop, it is asked from the start.
+    `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own
+    line. Inside of another context that a signal has asked to stop, it is asked from the start.
     """
 
     numbers: tuple[signal.Signals, ...] = (*STOPS, signal.SIGINT)
-    # Ends the process on one of `STOPS`, called with its name by the thread that watches; None while there is something
-    # to save. Compiled code may keep the main thread from answering for long.
+    # Ends the process on one of `STOPS`, called with its name by the thread that watches; None
+    # while there is something to save. Compiled code may keep the main thread from answering for
+    # long.
     end_at_once: Callable[[str], None] | None = None
 
     def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # signal that requested the stop
         self.waits_for = waits_for
         self._patience = patience()
-        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._previous: dict[
+            signal.Signals, Callable[[int, FrameType | None], object] | int | None
+        ] = {}
 
     @property
     def is_asked(self) -> bool:
@@ -58,7 +63,8 @@ class Stopping:
             _interrupt(frame)
             return
         if self.end_at_once and number != signal.SIGINT:
-            time.sleep(_END_S)  # the thread that watches ends the process meanwhile; nothing may be written beside it
+            # the thread that watches ends the process meanwhile; nothing may be written beside it
+            time.sleep(_END_S)
         elif self.signal_name is None:
             _answer(number, self.waits_for)
         self.signal_name = signal.Signals(number).name
@@ -72,7 +78,9 @@ class Stopping:
         heeded = [number for number in self.numbers if not _is_ignored(number)]
         self._previous = {number: signal.signal(number, self._on_signal) for number in heeded}
         if self.numbers:
-            self.signal_name = next((other.signal_name for other in _OPEN if other.signal_name), None)
+            self.signal_name = next(
+                (other.signal_name for other in _OPEN if other.signal_name), None
+            )
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -89,17 +97,20 @@ def _is_ignored(number: signal.Signals) -> bool:
 def watch_signals(can_continue: bool = False) -> None:
     """Starts the thread that handles a command's signals while its main thread is busy.
 
-    The first signal prints what the command waits for. A second Ctrl-C ends the process if it does not end by itself;
-    `STOPS` end it if nothing has to be saved. This leaves the same files as a kill, and children end too.
+    The first signal prints what the command waits for. A second Ctrl-C ends the process if it does
+    not end by itself; `STOPS` end it if nothing has to be saved. This leaves the same files as a
+    kill, and children end too.
 
     Args:
-      can_continue: the same command continues, so that such an end is a stop on request (exit code 75).
+      can_continue: the same command continues, so that such an end is a stop on request (exit code
+        75).
     """
     global _can_continue
     _can_continue = can_continue
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    # The interpreter's C handler writes the signal's number at once; Python's handlers wait for the main thread.
+    # The interpreter's C handler writes the signal's number at once; Python's handlers wait for the
+    # main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in STOPS:
         if not _is_ignored(number):
@@ -111,7 +122,9 @@ def watch_signals(can_continue: bool = False) -> None:
 
 
 def keep_signals() -> None:
-    """Restores this process's handlers after a library has set its own, as the TPU compiler does on loading."""
+    """Restores this process's handlers after a library has set its own, as the TPU compiler does on
+    loading.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in Stopping.numbers:
             signal.signal(number, signal.getsignal(number))
@@ -130,7 +143,9 @@ def leave_threads_behind(code: int) -> None:
 
 
 def _on_stop(number: int, frame: FrameType | None) -> None:
-    """Ends a command that has nothing to save; an exception is lost while an extension module loads."""
+    """Ends a command that has nothing to save; an exception is lost while an extension module
+    loads.
+    """
     _end_with_output(number)
 
 
@@ -139,9 +154,11 @@ def _on_sigint(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt; a little later in a callback of the garbage collector, which would drop it.
+    """Raises KeyboardInterrupt; a little later in a callback of the garbage collector, which would
+    drop it.
 
-    While modules load, it ends the process instead: extension modules crash, or raise other exceptions.
+    While modules load, it ends the process instead: extension modules crash, or raise other
+    exceptions.
     """
     collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     is_collecting = False
@@ -158,7 +175,8 @@ def _interrupt(frame: FrameType | None) -> None:
 
 
 def _end_with_output(number: int) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
+    # RuntimeError: it is being written to
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         sys.stdout.flush()
     _end(number)
 
@@ -218,7 +236,10 @@ def _end(number: int) -> None:
 
 def end_unsaved(name: str) -> NoReturn:
     """Ends a command that a signal asked to stop before it had something to save."""
-    _write(f"maxbatch: stopped by {name} before there was something to save. The same command continues.\n")
+    _write(
+        f"maxbatch: stopped by {name} before there was something to save. The same command "
+        "continues.\n"
+    )
     os._exit(EXIT_STOPPED)
 
 

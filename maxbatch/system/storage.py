@@ -1,9 +1,10 @@
 """The one interface to storage: local paths, Google Cloud Storage (gs://) and S3 (s3://).
 
-`as_path` makes a path from text. It has pathlib's methods on a disk and in a store, so other modules need not
-distinguish them. A local path is a `pathlib.Path`.
+`as_path` makes a path from text. It has pathlib's methods on a disk and in a store, so other
+modules need not distinguish them. A local path is a `pathlib.Path`.
 
-In an object store, objects appear atomically, and a folder exists while objects are below it; it is never created.
+In an object store, objects appear atomically, and a folder exists while objects are below it; it is
+never created.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _SCHEMES = " or ".join(f"{scheme}://" for scheme in STORES)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SPECIAL = "?#*[]\\"  # clients read these as a query, a version, a pattern or a slash, each in its own way
+# clients read these as a query, a version, a pattern or a slash, each in its own way
+_SPECIAL = "?#*[]\\"
 _LOOK_S = 5.0
 _MOST_BYTES = 800  # bound of a name; stores allow 1,024, and a run appends its own names
 
@@ -50,7 +52,8 @@ def scheme_of(text: str) -> str | None:
 def url_fault(text: str, may_hold_pattern: bool = False) -> str | None:
     """Returns the rule broken by a URL; None for a valid URL and for text without a scheme.
 
-    Applies to URLs in config keys, arguments and data. Text with one slash after its scheme counts as a URL.
+    Applies to URLs in config keys, arguments and data. Text with one slash after its scheme counts
+    as a URL.
 
     Args:
       may_hold_pattern: the URL may name several objects, as in `gs://bucket/*.jsonl`.
@@ -70,8 +73,9 @@ def is_remote(path: str) -> bool: ...
 def is_remote(path: AnyPath | str) -> bool:
     """Returns whether a path is in an object store.
 
-    For messages, for options of libraries with their own store clients, and where the two kinds of storage need
-    different algorithms. All other code uses this module's functions or the paths' common methods.
+    For messages, for options of libraries with their own store clients, and where the two kinds of
+    storage need different algorithms. All other code uses this module's functions or the paths'
+    common methods.
     """
     return isinstance(path, RemotePath) or scheme_of(str(path)) in STORES
 
@@ -82,13 +86,18 @@ def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
     if not bucket:
         return f"a local path or a URL with a bucket, such as {scheme}://bucket/{name or 'folder'}"
     if not _BUCKET.fullmatch(bucket):
-        return f"a URL whose bucket is letters, digits, '.', '_' and '-', such as {scheme}://bucket/folder"
+        return (
+            "a URL whose bucket is letters, digits, '.', '_' and '-', such as "
+            f"{scheme}://bucket/folder"
+        )
     parts = name.removesuffix("/").split("/") if name else []
     special = "" if may_hold_pattern else _SPECIAL
     if any(part in ("", ".", "..") for part in parts):
         rule = "a URL without '//', '.' and '..' in its name"
     elif any(not letter.isprintable() or letter in special for letter in name):
-        rule = f"a URL without {' '.join(special) + ' and ' if special else ''}unprintable characters"
+        rule = (
+            f"a URL without {' '.join(special) + ' and ' if special else ''}unprintable characters"
+        )
     elif not may_hold_pattern and len(name.encode(errors="surrogatepass")) > _MOST_BYTES:
         return f"a URL whose name has at most {_MOST_BYTES} bytes"
     else:
@@ -126,18 +135,23 @@ def as_typed(text: str) -> AnyPath:
 
 
 def user_cache() -> Path:
-    """Returns maxbatch's folder in the user's cache: XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch."""
+    """Returns maxbatch's folder in the user's cache: XDG_CACHE_HOME/maxbatch, else
+    ~/.cache/maxbatch.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "maxbatch"
 
 
 def kept_here(folder: AnyPath) -> Path:
-    """Returns the local folder for a folder's files that cannot be in an object store, such as locks.
+    """Returns the local folder for a folder's files that cannot be in an object store, such as
+    locks.
 
     It is the folder itself, or a new one in the user's cache.
     """
     if isinstance(folder, Path):
         return folder
-    found = user_cache() / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
+    found = (
+        user_cache() / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
+    )
     found.mkdir(parents=True, exist_ok=True)
     return found
 
@@ -162,7 +176,9 @@ def move_tree(source: AnyPath, target: AnyPath) -> None:
 
 
 def subfolders(folder: AnyPath) -> list[str]:
-    """Returns the names of the folders directly in a folder; FileNotFoundError if there is no such folder."""
+    """Returns the names of the folders directly in a folder; FileNotFoundError if there is no such
+    folder.
+    """
     if isinstance(folder, RemotePath):
         return [entry.name for entry in folder.folders()]
     with os.scandir(folder) as entries:
@@ -185,7 +201,9 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
 
 
 def is_misplaced(path: AnyPath, is_folder: bool) -> bool:
-    """Returns whether a path is of the wrong kind, file or folder; object stores only hold files."""
+    """Returns whether a path is of the wrong kind, file or folder; object stores only hold
+    files.
+    """
     if isinstance(path, RemotePath):
         return False
     return os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file())
@@ -200,7 +218,8 @@ def missing_folder(path: AnyPath) -> str | None:
 
 
 def open_whole(path: AnyPath) -> BinaryIO:
-    """Opens a file for reading. An object is read by one request, so that all bytes are of one version.
+    """Opens a file for reading. An object is read by one request, so that all bytes are of one
+    version.
 
     Raises:
       ConfigError: the path is not a file.
@@ -212,7 +231,9 @@ def open_whole(path: AnyPath) -> BinaryIO:
 
 
 def read_range(path: AnyPath, begin: int, end: int) -> bytes:
-    """Returns the bytes of a file from `begin` to before `end`; fewer if a local file is shorter."""
+    """Returns the bytes of a file from `begin` to before `end`; fewer if a local file is
+    shorter.
+    """
     if isinstance(path, RemotePath):
         return path.read_range(begin, end)
     with path.open("rb") as file:
@@ -221,7 +242,9 @@ def read_range(path: AnyPath, begin: int, end: int) -> bytes:
 
 
 def look_period(path: AnyPath) -> float:
-    """Returns the seconds between two reads of a growing file; in an object store each read is a request."""
+    """Returns the seconds between two reads of a growing file; in an object store each read is a
+    request.
+    """
     return _LOOK_S if isinstance(path, RemotePath) else 0.0
 
 
@@ -229,7 +252,8 @@ def look_period(path: AnyPath) -> float:
 def place_here(folder: AnyPath) -> Iterator[Path]:
     """Yields a local folder for a folder's growing files.
 
-    It is the folder itself, or a temporary one for an object store; `send` or `copy_tree` then copies the files.
+    It is the folder itself, or a temporary one for an object store; `send` or `copy_tree` then
+    copies the files.
     """
     if isinstance(folder, Path):
         yield folder
@@ -255,10 +279,11 @@ def upload(file: Path, target: AnyPath) -> None:
 
 
 def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
-    """Copies or links the files below a folder; the target is whole (`is_whole`) once all are there.
+    """Copies or links the files below a folder; the target is whole (`is_whole`) once all are
+    there.
 
-    Objects are copied inside their store, `last` after all others. Local files are linked, or copied where links are
-    impossible.
+    Objects are copied inside their store, `last` after all others. Local files are linked, or
+    copied where links are impossible.
 
     Raises:
       OSError: a file cannot be read or written.
@@ -282,7 +307,8 @@ def _link_or_copy(source: str, target: str) -> None:
 def is_whole(folder: AnyPath, last: str) -> bool:
     """Returns whether a folder made under another name is complete.
 
-    It always is on a disk, which renames it; an object store copies it, the object `last` at the end.
+    It always is on a disk, which renames it; an object store copies it, the object `last` at the
+    end.
     """
     return not isinstance(folder, RemotePath) or (folder / last).is_file()
 
@@ -341,7 +367,10 @@ def probe(folder: AnyPath) -> None:
     """
     if not isinstance(folder, RemotePath):
         return
-    path, content = folder / f".probe-{secrets.token_hex(4)}", b"maxbatch writes, reads and removes this\n"
+    path, content = (
+        folder / f".probe-{secrets.token_hex(4)}",
+        b"maxbatch writes, reads and removes this\n",
+    )
     path.write_bytes(content)
     if path.read_bytes() != content:
         raise StoreRefused(f"{path}: the stored object differs from what was written")

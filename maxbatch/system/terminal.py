@@ -30,7 +30,9 @@ class PlainConsole(Console):
         if not self.is_terminal and "width" not in settings:
             self.width = PIPE_WIDTH
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
         """Yields the printed segments, with control characters of foreign text escaped."""
         for segment in super().render(renderable, options):
             is_plain = segment.control or segment.text.isprintable()
@@ -66,15 +68,17 @@ class TrainingConsole(PlainConsole):
 
 
 def discard_output() -> None:
-    """Discards standard output, so that the interpreter does not flush into a closed pipe at exit."""
+    """Discards standard output, so that the interpreter does not flush into a closed pipe at
+    exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class PlainTable(Table):
     """A borderless table that truncates no cell.
 
-    Columns that do not fit follow in further tables; each repeats the first column and leaves out rows without other
-    cells. Only a cell wider than the terminal is folded, between words.
+    Columns that do not fit follow in further tables; each repeats the first column and leaves out
+    rows without other cells. Only a cell wider than the terminal is folded, between words.
     """
 
     def __init__(self, *heads: str, justify: JustifyMethod = "left") -> None:
@@ -84,18 +88,26 @@ class PlainTable(Table):
 
     def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
         """Adds a row; any text stays inside its cell."""
-        super().add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **settings)
+        super().add_row(
+            *(printable(cell, keep="") if isinstance(cell, str) else cell for cell in cells),
+            **settings,
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         everywhere, wide = range(self.row_count), options.update(max_width=10_000)
-        widths = [Measurement.get(console, wide, self._part([i], everywhere)).maximum for i in range(len(self.columns))]
+        widths = [
+            Measurement.get(console, wide, self._part([i], everywhere)).maximum
+            for i in range(len(self.columns))
+        ]
         if sum(widths) <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
         cells = [list(column.cells) for column in self.columns]
         for number, part in enumerate(_parts(widths, options.max_width)):
             told = part[1:] if number else part
-            table = self._part(part, [row for row in everywhere if any(str(cells[i][row]) for i in told)])
+            table = self._part(
+                part, [row for row in everywhere if any(str(cells[i][row]) for i in told)]
+            )
             table.columns[-1].no_wrap = sum(widths[i] for i in part) <= options.max_width
             if number:
                 yield Text()
@@ -103,7 +115,10 @@ class PlainTable(Table):
 
     def _part(self, places: Sequence[int], rows: Iterable[int]) -> Table:
         """Returns a table of some columns and rows, without folding."""
-        columns, cells = ([self.columns[i].copy() for i in places], [list(self.columns[i].cells) for i in places])
+        columns, cells = (
+            [self.columns[i].copy() for i in places],
+            [list(self.columns[i].cells) for i in places],
+        )
         for column in columns:
             column.no_wrap = True
         table = Table(*columns, box=None, header_style=self.header_style, padding=(0, 2, 0, 0))

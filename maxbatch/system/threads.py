@@ -15,7 +15,9 @@ R = TypeVar("R")
 
 
 def in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """Applies a function to items in parallel; re-raises the first failure, and cancels calls that have not begun."""
+    """Applies a function to items in parallel; re-raises the first failure, and cancels calls that
+    have not begun.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(num_threads, "maxbatch-files") as threads:
@@ -23,7 +25,9 @@ def in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) -> li
 
 
 def each_in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
-    """Yields a function's results in order; takes few items before they are needed, however many there are."""
+    """Yields a function's results in order; takes few items before they are needed, however many
+    there are.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     remaining, waiting = iter(items), deque["Future[R]"]()

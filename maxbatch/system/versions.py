@@ -7,12 +7,21 @@ import platform
 
 # What computes: maxbatch, JAX and its compilers.
 _COMPUTING = (
-    "maxbatch", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax",
-)  # fmt: skip
+    "maxbatch",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+)
 
 
 def computing_versions() -> dict[str, str]:
-    """Returns the versions of Python, of maxbatch, and of JAX with its compilers, as far as they are installed."""
+    """Returns the versions of Python, of maxbatch, and of JAX with its compilers, as far as they
+    are installed.
+    """
     return {"python": platform.python_version()} | installed(_COMPUTING)
 
 

@@ -9,8 +9,12 @@ from maxbatch.system.folding import error_width, folded, printable
 
 
 def note(text: str, keep: str = "") -> None:
-    """Prints one line apart from a command's output, folded on a terminal; escapes control characters not in `keep`."""
-    print(folded(f"maxbatch: {printable(text, keep)}", 0, error_width()), file=sys.stderr, flush=True)
+    """Prints one line apart from a command's output, folded on a terminal; escapes control
+    characters not in `keep`.
+    """
+    print(
+        folded(f"maxbatch: {printable(text, keep)}", 0, error_width()), file=sys.stderr, flush=True
+    )
 
 
 def warn(message: str) -> None:

@@ -1,4 +1,6 @@
-"""Files that a run reads as long as it lasts, and a check that they are still those that it has hashed."""
+"""Files that a run reads as long as it lasts, and a check that they are still those that it has
+hashed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
 
 CHANGED = (
-    "has changed since this start hashed it, so that nothing that depends on it can be saved; put the former content "
-    "back, or start again"
+    "has changed since this start hashed it, so that nothing that depends on it can be saved; put "
+    "the former content back, or start again"
 )
 Stamp = tuple[int, list[int | str]]  # size, and marks that change with every write
 
@@ -23,7 +25,8 @@ class _Watched(NamedTuple):
     has_same_content: Callable[[], bool]  # reads it again
 
 
-_RUNS: list[dict[str, _Watched]] = []  # the files of each run under way in this process, the innermost last
+# the files of each run under way in this process, the innermost last
+_RUNS: list[dict[str, _Watched]] = []
 
 
 @contextlib.contextmanager
@@ -49,7 +52,9 @@ def watch(file: AnyPath, stamp: Stamp, has_same_content: Callable[[], bool]) -> 
 
 
 def check_watched() -> None:
-    """Raises ConfigError naming a file of the run under way whose content is no longer what was hashed."""
+    """Raises ConfigError naming a file of the run under way whose content is no longer what was
+    hashed.
+    """
     for name, watched in list(_RUNS[-1].items()) if _RUNS else []:
         with reading(watched.file):
             stamp = _stamp(watched.file)
@@ -61,7 +66,9 @@ def check_watched() -> None:
 
 
 def _stamp(file: AnyPath) -> Stamp:
-    """Returns the stamp of a file; one that was removed has a stamp of its own, since a map of it still has content."""
+    """Returns the stamp of a file; one that was removed has a stamp of its own, since a map of it
+    still has content.
+    """
     try:
         return content_stamp(file)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
 """A pool of worker processes; a call that crashes its worker or takes too long fails alone.
 
-A worker is a separate interpreter, `python -m maxbatch.system.worker_pool`. It does not import the caller's main
-module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard error. Items have numbers, and an
-answer needs its item's number; processes forked by the function do not answer.
+A worker is a separate interpreter, `python -m maxbatch.system.worker_pool`. It does not import the
+caller's main module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard
+error. Items have numbers, and an answer needs its item's number; processes forked by the function
+do not answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from maxbatch.system.child_process import end_with_parent, holding_interrupts, is_stopped, leave_signals_to_parent
+from maxbatch.system.child_process import (
+    end_with_parent,
+    holding_interrupts,
+    is_stopped,
+    leave_signals_to_parent,
+)
 
 # For imports, which may take long but not forever.
 _SETUP_LIMIT_S = 300.0
@@ -43,7 +49,9 @@ class WorkerEnded(Exception):
 
 
 class Killed(WorkerEnded):
-    """The worker was killed or stopped from outside: by a person, or by the system when out of memory."""
+    """The worker was killed or stopped from outside: by a person, or by the system when out of
+    memory.
+    """
 
 
 class TimedOut(WorkerEnded):
@@ -72,11 +80,11 @@ class WorkerPool(Generic[Item, Answer]):
         """Starts the workers without waiting for them.
 
         Args:
-          setup: called once in each worker, including replacements; returns the function for items. It is pickled, and
-            so are items and answers.
+          setup: called once in each worker, including replacements; returns the function for items.
+            It is pickled, and so are items and answers.
           limit_s: limit of a call, in seconds.
-          memory_bytes: bound on the private memory of each worker and its children, on Linux; an allocation beyond it
-            raises MemoryError in the function.
+          memory_bytes: bound on the private memory of each worker and its children, on Linux; an
+            allocation beyond it raises MemoryError in the function.
           attempts: tries of an item whose worker is killed (`Killed`), each in a new worker.
           variables: the workers' environment variables, beside the caller's.
         """
@@ -94,23 +102,25 @@ class WorkerPool(Generic[Item, Answer]):
             thread.start()
 
     def wait_for_setup(self) -> None:
-        """Waits until every worker is set up; raises WorkerEnded if one ended, or the exception of `setup`."""
+        """Waits until every worker is set up; raises WorkerEnded if one ended, or the exception of
+        `setup`.
+        """
         for started in self._started:
             started.result()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
         """Returns futures of the function's results for each item; batches are served in order.
 
-        A future raises the error of the function or of a new worker's setup, WorkerEnded if the worker ended during the
-        call, TimedOut, or CancelledError after the pool is closed.
+        A future raises the error of the function or of a new worker's setup, WorkerEnded if the
+        worker ended during the call, TimedOut, or CancelledError after the pool is closed.
         """
         if self._is_closed:
             raise RuntimeError("the worker pool is closed")
         futures: list[Future[Answer]] = [Future() for _ in items]
         left = deque(zip(futures, items, strict=True))
         while left:
-            # Large parts first, single items last, so that workers finish together (guided self-scheduling:
-            # Polychronopoulos and Kuck 1987).
+            # Large parts first, single items last, so that workers finish together (guided
+            # self-scheduling: Polychronopoulos and Kuck 1987).
             size = -(-len(left) // (2 * len(self._workers)))
             self._parts.put(deque(left.popleft() for _ in range(size)))
         return futures
@@ -168,7 +178,8 @@ class WorkerPool(Generic[Item, Answer]):
                     future, _ = part.popleft()
                     killed = 0
                     future.set_result(value) if raised is None else future.set_exception(raised)
-            except Exception as error:  # the worker ended, or an item or its answer cannot be pickled
+            # the worker ended, or an item or its answer cannot be pickled
+            except Exception as error:
                 worker.end()
                 if (told := final(error)) is not None and not self._is_closed:
                     part.popleft()[0].set_exception(told)
@@ -180,7 +191,9 @@ class WorkerPool(Generic[Item, Answer]):
 class _Worker:
     """One worker process, used by one thread."""
 
-    def __init__(self, setup: bytes, limit_s: float, spawn: Callable[[int], subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, setup: bytes, limit_s: float, spawn: Callable[[int], subprocess.Popen[bytes]]
+    ) -> None:
         self._setup, self._limit_s, self._spawn = setup, limit_s, spawn
         self._next = 0  # number of the next item
         self._lock = threading.Lock()
@@ -189,7 +202,9 @@ class _Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Starts the process unless it is alive, waits for its set-up, and re-raises the exception of `setup`."""
+        """Starts the process unless it is alive, waits for its set-up, and re-raises the exception
+        of `setup`.
+        """
         if self._process is not None and self._process.poll() is None:
             return
         self.end()
@@ -208,7 +223,9 @@ class _Worker:
             raise error
 
     def answers(self, items: Sequence[object]) -> Iterator[tuple[Any, Exception | None]]:
-        """Yields the result or the exception of each item; raises WorkerEnded if the process ended during the next."""
+        """Yields the result or the exception of each item; raises WorkerEnded if the process ended
+        during the next.
+        """
         assert self._connection is not None
         numbered = list(enumerate(items, self._next))
         with self._telling_the_end():
@@ -262,23 +279,40 @@ class _Worker:
             assert self._process is not None
             how, code = "closed its connection", None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_END_S)  # the connection closes shortly before the process ends
-                how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+                # the connection closes shortly before the process ends
+                code = self._process.wait(_END_S)
+                how = "ended with " + (
+                    f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                )
             self.end()
-            raise (Killed if code == -signal.SIGKILL else WorkerEnded)(f"the process {how}") from None
+            raise (Killed if code == -signal.SIGKILL else WorkerEnded)(
+                f"the process {how}"
+            ) from None
         except (OSError, pickle.UnpicklingError) as error:
             self.end()
             raise WorkerEnded(f"the process sent an answer that cannot be read ({error})") from None
 
 
-def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -> subprocess.Popen[bytes]:
+def _spawn(
+    environment: Mapping[str, str], memory_bytes: int, descriptor: int
+) -> subprocess.Popen[bytes]:
     try:
         with holding_interrupts():
             return subprocess.Popen(
                 # Unbuffered: output of a function must not be lost if its process is killed.
-                [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
-                stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "maxbatch.system.worker_pool",
+                    str(descriptor),
+                    str(memory_bytes),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=[descriptor],
+                env=environment,
+            )
     except OSError as error:
         raise WorkerEnded(f"cannot start a process ({error})") from error
 
@@ -293,7 +327,9 @@ def _call(
 
 
 def _answer(
-    connection: Connection, function: Callable[[object], object], numbered: Sequence[tuple[int, object]]
+    connection: Connection,
+    function: Callable[[object], object],
+    numbered: Sequence[tuple[int, object]],
 ) -> None:
     process = os.getpid()
     for number, item in numbered:

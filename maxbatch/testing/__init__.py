@@ -1,8 +1,10 @@
-"""Pods for tests: functions run on several simulated hosts of CPU devices, with `jax.distributed` initialised.
+"""Pods for tests: functions run on several simulated hosts of CPU devices, with `jax.distributed`
+initialised.
 
-With pytest, `@pytest.mark.pod(devices=8, hosts=4)` runs a test on each of 4 processes of 2 devices, and the fixture
-`pod` is the test's `Pod`. Without pytest, `run` does the same for a function. Nothing here knows a trainer. Importing
-this package loads nothing, because every pytest session imports it if maxbatch is installed.
+With pytest, `@pytest.mark.pod(devices=8, hosts=4)` runs a test on each of 4 processes of 2 devices,
+and the fixture `pod` is the test's `Pod`. Without pytest, `run` does the same for a function.
+Nothing here knows a trainer. Importing this package loads nothing, because every pytest session
+imports it if maxbatch is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Pod", "PodError", "run"]
 
-_HOME = {"Pod": "maxbatch.testing.pod", "PodError": "maxbatch.testing.pod", "run": "maxbatch.testing.running"}
+_HOME = {
+    "Pod": "maxbatch.testing.pod",
+    "PodError": "maxbatch.testing.pod",
+    "run": "maxbatch.testing.running",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -11,11 +11,13 @@ from multiprocessing.connection import Connection
 from maxbatch.testing.messages import Raised, Reported
 
 _PIECE_BYTES = 1 << 20
-_SHORT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # the length of a message, as `multiprocessing` sends it
+# the length of a message, as `multiprocessing` sends it
+_SHORT, _LONG = struct.Struct("!i"), struct.Struct("!Q")
 
 
 class Channel:
-    """The testing process's end of a connection, which never waits: the host at the other end may be stopped.
+    """The testing process's end of a connection, which never waits: the host at the other end may
+    be stopped.
 
     The other end is a `multiprocessing` connection.
     """
@@ -38,7 +40,9 @@ class Channel:
         """Sends a message, now or with later calls of `flush`."""
         data = pickle.dumps(message)
         is_short = len(data) < 1 << 31
-        self._unsent += _SHORT.pack(len(data)) if is_short else _SHORT.pack(-1) + _LONG.pack(len(data))
+        self._unsent += (
+            _SHORT.pack(len(data)) if is_short else _SHORT.pack(-1) + _LONG.pack(len(data))
+        )
         self._unsent += data
         self.flush()
 
@@ -100,7 +104,8 @@ class Channel:
 class HostConnection(Connection):
     """A host's end of the connection, used by the host's own process alone.
 
-    A child that a test forks, and that returns from the test, ends instead of answering in its host's place.
+    A child that a test forks, and that returns from the test, ends instead of answering in its
+    host's place.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -109,7 +114,9 @@ class HostConnection(Connection):
 
     def send(self, message: object) -> None:
         if os.getpid() != self._process:
-            has_failed = isinstance(message, Raised) or (isinstance(message, Reported) and message.has_raised)
+            has_failed = isinstance(message, Raised) or (
+                isinstance(message, Reported) and message.has_raised
+            )
             _end_child(int(has_failed))
         super().send(message)
 

@@ -1,4 +1,6 @@
-"""One host of a pod: a process with some CPU devices, joined to the other hosts, that serves the testing process."""
+"""One host of a pod: a process with some CPU devices, joined to the other hosts, that serves the
+testing process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from maxbatch.testing.pod import Pod, PodError
 if TYPE_CHECKING:
     from maxbatch.testing.host_session import HostSession
 
-_SILENCE_S = 3600  # JAX's own timeout: long, since a test may stop a host and the testing process watches them all
+# JAX's own timeout: long, since a test may stop a host and the testing process watches them all
+_SILENCE_S = 3600
 _SHUTDOWN_S = 5
 
 
@@ -47,7 +50,9 @@ def main(connected: int, dump: int) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Answers the messages of a connection, the first of which is `Start`, until this process is killed."""
+    """Answers the messages of a connection, the first of which is `Start`, until this process is
+    killed.
+    """
     start: Start = connection.recv()
     pod = Pod(start.host, start.num_hosts, connection)
     session: HostSession | None = None
@@ -99,13 +104,18 @@ def _join(start: Start) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", -1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_check_proxy_envs", False)  # a warning about proxies, which loopback does not use
+    # a warning about proxies, which loopback does not use
+    jax.config.update("jax_check_proxy_envs", False)
     leave_out_proxies("localhost")
     jax.distributed.initialize(
-        f"localhost:{start.port}", start.num_hosts, start.host, cluster_detection_method="deactivate",
-        coordinator_bind_address=f"localhost:{start.port}", heartbeat_timeout_seconds=_SILENCE_S,
+        f"localhost:{start.port}",
+        start.num_hosts,
+        start.host,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=f"localhost:{start.port}",
+        heartbeat_timeout_seconds=_SILENCE_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
-    )  # fmt: skip
+    )
     jax.devices()  # creates the devices, which no later setting changes
 
 
@@ -129,5 +139,7 @@ def _called(message: Call, pod: Pod) -> Answer:
         function = pickle.loads(message.function)
         return Returned(cloudpickle.dumps(function(pod)))
     except BaseException as error:
-        error.__traceback__ = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
+        error.__traceback__ = error.__traceback__ and (
+            error.__traceback__.tb_next or error.__traceback__
+        )
         return Raised("".join(traceback.format_exception(error)))

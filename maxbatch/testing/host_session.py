@@ -1,4 +1,6 @@
-"""The pytest session of a host: it runs the tests that the testing process names, phase by phase."""
+"""The pytest session of a host: it runs the tests that the testing process names, phase by
+phase.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.runner import call_and_report
 
-from maxbatch.testing.messages import Answer, Phase, Raised, Reported, SessionOptions, Warned, is_picklable
+from maxbatch.testing.messages import (
+    Answer,
+    Phase,
+    Raised,
+    Reported,
+    SessionOptions,
+    Warned,
+    is_picklable,
+)
 from maxbatch.testing.pod import Pod, PodError
 
 
@@ -31,7 +41,9 @@ class HostSession:
         self._warnings: list[Warned] = []
         self._phase: Phase
         self._answer: Answer
-        self._config = pytest.Config.fromdictargs(options.option, [*options.arguments, *options.files])
+        self._config = pytest.Config.fromdictargs(
+            options.option, [*options.arguments, *options.files]
+        )
         if options.worker is not None:
             self._config.workerinput = options.worker  # type: ignore[attr-defined]
         self._config.pluginmanager.register(self, self.name)
@@ -52,13 +64,19 @@ class HostSession:
             raise PodError("\n".join(self._errors))
 
     def run(self, phase: Phase) -> Answer:
-        """Sets up a test, runs its phases as they are requested, and returns the answer to the last."""
+        """Sets up a test, runs its phases as they are requested, and returns the answer to the
+        last.
+        """
         item = self._tests.get(phase.test)
         if item is None:
-            return Raised(f"{phase.test} is not among the tests that this host collects: its parameters differ")
+            return Raised(
+                f"{phase.test} is not among the tests that this host collects: its parameters "
+                "differ"
+            )
         self._phase, self._warnings = phase, []
         try:
-            self._session._setupstate.teardown_exact(item)  # another test was to follow the last one
+            # another test was to follow the last one
+            self._session._setupstate.teardown_exact(item)
             if not getattr(item, "_request", True):
                 item._initrequest()  # type: ignore[attr-defined]  # it runs again
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -89,7 +107,9 @@ class HostSession:
             phase = self._connection.recv()
 
     def _reported(self, item: pytest.Item, phase: Phase) -> Answer:
-        following = {"nextitem": self._tests.get(phase.following or "")} if phase.when == "teardown" else {}
+        following = (
+            {"nextitem": self._tests.get(phase.following or "")} if phase.when == "teardown" else {}
+        )
         report = call_and_report(item, phase.when, log=False, **following)
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         data = {key: value for key, value in data.items() if is_picklable(value)}
@@ -101,13 +121,19 @@ class HostSession:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Records the error of a file that cannot be collected."""
         if report.failed:
-            self._errors.append(f"{report.nodeid} cannot be collected on this host:\n{report.longreprtext}")
+            self._errors.append(
+                f"{report.nodeid} cannot be collected on this host:\n{report.longreprtext}"
+            )
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Records a warning of a test."""
         message = warning_message.message
         if when == "runtest" and isinstance(message, Warning):
-            sent = message if is_picklable(message) else UserWarning(f"{type(message).__name__}: {message}")
+            sent = (
+                message
+                if is_picklable(message)
+                else UserWarning(f"{type(message).__name__}: {message}")
+            )
             self._warnings.append(Warned(sent, warning_message.filename, warning_message.lineno))
 
 

@@ -1,6 +1,7 @@
 """The hosts of a pod as seen by the testing process: its child processes, each with CPU devices.
 
-A host leads a process group. The whole group ends when the pod is closed, and when this process ends for any reason.
+A host leads a process group. The whole group ends when the pod is closed, and when this process
+ends for any reason.
 """
 
 from __future__ import annotations
@@ -61,24 +62,38 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, devices: int, hosts: int) -> Shape:
-        """Returns a shape; raises ValueError unless both are whole numbers and the hosts divide the devices."""
+        """Returns a shape; raises ValueError unless both are whole numbers and the hosts divide the
+        devices.
+        """
         for name, value in (("devices", devices), ("hosts", hosts)):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                works = int(value) if isinstance(value, float) and value >= 1 and math.isfinite(value) else 2
+                works = (
+                    int(value)
+                    if isinstance(value, float) and value >= 1 and math.isfinite(value)
+                    else 2
+                )
                 raise ValueError(f"{name}={value!r}: must be a whole number; works: {name}={works}")
         devices, hosts = int(devices), int(hosts)
         if devices < 1 or hosts < 1 or devices % hosts:
-            works = max((n for n in range(1, max(1, devices) + 1) if devices % n == 0 and n <= hosts), default=1)
+            works = max(
+                (n for n in range(1, max(1, devices) + 1) if devices % n == 0 and n <= hosts),
+                default=1,
+            )
             raise ValueError(
-                f"devices={devices}, hosts={hosts}: the hosts must divide the devices; works: hosts={works}"
+                f"devices={devices}, hosts={hosts}: the hosts must divide the devices; works: "
+                f"hosts={works}"
             )
         return cls(devices, hosts)
 
 
 def checked_timeout(timeout: object) -> float:
-    """Returns the seconds that a test may take; raises ValueError for anything but a number above 0."""
+    """Returns the seconds that a test may take; raises ValueError for anything but a number above
+    0.
+    """
     if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool) or not float(timeout) > 0:
-        raise ValueError(f"timeout={timeout!r}: must be a number of seconds above 0; works: timeout=60")
+        raise ValueError(
+            f"timeout={timeout!r}: must be a number of seconds above 0; works: timeout=60"
+        )
     return float(timeout)
 
 
@@ -109,7 +124,11 @@ class Hosts:
     """
 
     def __init__(
-        self, shape: Shape, session: Callable[[int], SessionOptions] | None, folder: Path, shows_output: bool = False
+        self,
+        shape: Shape,
+        session: Callable[[int], SessionOptions] | None,
+        folder: Path,
+        shows_output: bool = False,
     ) -> None:
         self.shape = shape
         self.has_failed = False  # a host failed or died
@@ -124,7 +143,13 @@ class Hosts:
                 self._processes.append(_Process(folder, shows_output))
                 self._alive.add(host)
             starts = {
-                host: Start(host, shape.hosts, shape.devices // shape.hosts, port, session(host) if session else None)
+                host: Start(
+                    host,
+                    shape.hosts,
+                    shape.devices // shape.hosts,
+                    port,
+                    session(host) if session else None,
+                )
                 for host in self._alive
             }
             self.started = self.perform(
@@ -138,8 +163,11 @@ class Hosts:
         else:
             self.output()  # not of a test
 
-    def perform(self, messages: Phase | Call | Close | Mapping[int, Start], until: float, too_late: str) -> Round:
-        """Sends a request to all hosts and returns their answers; kills them all if one does not answer.
+    def perform(
+        self, messages: Phase | Call | Close | Mapping[int, Start], until: float, too_late: str
+    ) -> Round:
+        """Sends a request to all hosts and returns their answers; kills them all if one does not
+        answer.
 
         Args:
           messages: the request, or one for each host.
@@ -169,7 +197,9 @@ class Hosts:
                             until = min(until, time.monotonic() + _GRACE_S)
                             too_late = f"{_GRACE_S:g} s after {named([host])} had failed"
                 dead = [
-                    Failure(host, self._end_of(host)) for host in sorted(running) if self._processes[host].is_dead()
+                    Failure(host, self._end_of(host))
+                    for host in sorted(running)
+                    if self._processes[host].is_dead()
                 ]
                 if dead:
                     found.failures += dead
@@ -199,7 +229,11 @@ class Hosts:
 
     def output(self) -> dict[int, str]:
         """Returns the output of each host since the last call."""
-        return {host: text for host, process in enumerate(self._processes) if (text := process.new_output())}
+        return {
+            host: text
+            for host, process in enumerate(self._processes)
+            if (text := process.new_output())
+        }
 
     def close(self) -> list[Failure]:
         """Ends the hosts after closing their sessions; returns the failures of these."""
@@ -212,7 +246,8 @@ class Hosts:
     def kill(self) -> None:
         """Kills the hosts at once, with their child processes."""
         self.has_failed = True
-        for process in reversed(self._processes):  # the first one last: on its death JAX prints much in the others
+        # the first one last: on its death JAX prints much in the others
+        for process in reversed(self._processes):
             process.kill()
         self._alive.clear()
 
@@ -226,7 +261,10 @@ class Hosts:
         with selectors.DefaultSelector() as selector:
             for host in self._alive:
                 channel = self._processes[host].channel
-                events = selectors.EVENT_READ * (host in running) | selectors.EVENT_WRITE * channel.has_unsent
+                events = (
+                    selectors.EVENT_READ * (host in running)
+                    | selectors.EVENT_WRITE * channel.has_unsent
+                )
                 if events:
                     selector.register(channel, events, host)
             for key, events in selector.select(wait_s):
@@ -240,7 +278,9 @@ class Hosts:
         return received
 
     def _meet(self, waiting: dict[int, Exchange], running: set[int]) -> None:
-        """Answers the hosts that wait at a common point once all have arrived, or some no longer can."""
+        """Answers the hosts that wait at a common point once all have arrived, or some no longer
+        can.
+        """
         here = {host for host in waiting if host in running}
         if not here:
             waiting.clear()
@@ -252,7 +292,9 @@ class Hosts:
             at = "; ".join(f"{named([host])} in pod.{waiting[host].point}" for host in sorted(here))
             reply = Refused(f"the hosts wait at different points: {at}")
         elif gone := sorted(self._alive - running):
-            reply = Refused(f"{named(gone)} ended the test without coming to this pod.{points.pop()}")
+            reply = Refused(
+                f"{named(gone)} ended the test without coming to this pod.{points.pop()}"
+            )
         else:
             return
         waiting.clear()
@@ -282,7 +324,11 @@ class Hosts:
 
     def _end_of(self, host: int) -> str:
         code = self._processes[host].wait(0)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if code == -signal.SIGABRT and 0 in self._killed:
             how += ", by JAX: host 0, which keeps its coordination service, is dead"
         return how
@@ -296,15 +342,23 @@ class Hosts:
 
 
 def _ended_alike(found: Round) -> bool:
-    """Returns whether no host failed, or all at the same place, so that none waits for a collective of another."""
-    places = [failure.report.place if failure.report else failure.text for failure in found.failures]
+    """Returns whether no host failed, or all at the same place, so that none waits for a collective
+    of another.
+    """
+    places = [
+        failure.report.place if failure.report else failure.text for failure in found.failures
+    ]
     return not places or (len(places) == len(found.answers) and len(set(places)) == 1)
 
 
 def _failure_of(host: int, answer: Answer) -> Failure | None:
     if isinstance(answer, Raised):
         return Failure(host, "", answer.text)
-    return Failure(host, "", report=answer) if isinstance(answer, Reported) and answer.has_raised else None
+    return (
+        Failure(host, "", report=answer)
+        if isinstance(answer, Reported) and answer.has_raised
+        else None
+    )
 
 
 class _Process:
@@ -320,12 +374,21 @@ class _Process:
         connection, theirs = multiprocessing.Pipe()
         self.channel = Channel(connection)
         descriptors = (theirs.fileno(), self._dump.fileno())
-        program = f"import sys; sys.path[:] = {sys.path!r}; from maxbatch.testing.host import main; main{descriptors}"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from maxbatch.testing.host import main; "
+            f"main{descriptors}"
+        )
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=self._output, stderr=self._output,
-                pass_fds=descriptors, env={**os.environ, **_coverage()}, cwd=folder, process_group=0,
-            )  # fmt: skip
+                [sys.executable, "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=descriptors,
+                env={**os.environ, **_coverage()},
+                cwd=folder,
+                process_group=0,
+            )
 
     def is_dead(self) -> bool:
         """Whether the process has ended and all its messages have been read."""
@@ -420,7 +483,9 @@ class Pool:
 
 
 def _coverage() -> Mapping[str, str]:
-    """Returns the environment variable with which coverage.py (7.10) measures a child like this process."""
+    """Returns the environment variable with which coverage.py (7.10) measures a child like this
+    process.
+    """
     module = sys.modules.get("coverage")
     active = module.Coverage.current() if module is not None else None
     if active is None or not hasattr(active.config, "serialize"):

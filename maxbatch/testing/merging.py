@@ -41,16 +41,22 @@ class _Shown(NamedTuple):
 def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
     """Returns one report of the answers of all hosts.
 
-    The phase failed if it failed on any host; equal failures count once. If the first failure was expected (xfail), so
-    were those that followed from it.
+    The phase failed if it failed on any host; equal failures count once. If the first failure was
+    expected (xfail), so were those that followed from it.
     """
-    answers = {host: answer for host, answer in sorted(found.answers.items()) if isinstance(answer, Reported)}
+    answers = {
+        host: answer
+        for host, answer in sorted(found.answers.items())
+        if isinstance(answer, Reported)
+    }
     reports = {host: _report(item, answer) for host, answer in answers.items()}
     every = list(reports.values())
     merged = Merged()
     for host, report in reports.items():
         merged.sections += [(f"{title} (host {host})", text) for title, text in report.sections]
-        merged.user_properties += [pair for pair in report.user_properties if pair not in merged.user_properties]
+        merged.user_properties += [
+            pair for pair in report.user_properties if pair not in merged.user_properties
+        ]
     merged.wasxfail = next((one.wasxfail for one in every if hasattr(one, "wasxfail")), None)
     skipped = {host: one for host, one in reports.items() if one.skipped}
     expected = [host for host, one in skipped.items() if hasattr(one, "wasxfail")]
@@ -60,27 +66,37 @@ def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
         merged.outcome, merged.longrepr = "skipped", skipped[causes[0].host].longrepr
     elif causes:
         merged.outcome, merged.raises = "failed", True
-        merged.longrepr = _representation(item, [_shown(failure, reports.get(failure.host)) for failure in causes])
+        merged.longrepr = _representation(
+            item, [_shown(failure, reports.get(failure.host)) for failure in causes]
+        )
     elif passed_wrongly:
         merged.outcome, merged.longrepr = "failed", next(iter(passed_wrongly.values())).longrepr
     elif len(skipped) == len(every) and skipped:
         merged.outcome, merged.longrepr = "skipped", next(iter(skipped.values())).longrepr
     elif skipped and phase == "setup":
         why = next(iter(skipped.values())).longrepr
-        text = f"skipped on {named(list(skipped))} alone: {why[2] if isinstance(why, tuple) else why}"
+        text = (
+            f"skipped on {named(list(skipped))} alone: {why[2] if isinstance(why, tuple) else why}"
+        )
         merged.outcome, merged.raises = "failed", True
         merged.longrepr = _representation(item, [_Shown(list(skipped), "", text, [_text(text)])])
     return merged
 
 
 def _report(item: pytest.Item, answer: Reported) -> pytest.TestReport:
-    report = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(answer.report))
+    report = item.config.hook.pytest_report_from_serializable(
+        config=item.config, data=dict(answer.report)
+    )
     assert isinstance(report, pytest.TestReport)
     return report
 
 
 def _is_strict_xpass(report: pytest.TestReport) -> bool:
-    return report.failed and isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]")
+    return (
+        report.failed
+        and isinstance(report.longrepr, str)
+        and report.longrepr.startswith("[XPASS(strict)]")
+    )
 
 
 def _shown(failure: Failure, report: pytest.TestReport | None) -> _Shown:
@@ -91,16 +107,22 @@ def _shown(failure: Failure, report: pytest.TestReport | None) -> _Shown:
             chain = list(shown.chain)
         return _Shown([failure.host], "", shown.reprcrash.message if shown.reprcrash else "", chain)
     text = str(shown).strip("\n")
-    return _Shown([failure.host], failure.what, failure.what or text.rpartition("\n")[2], [_text(text)])
+    return _Shown(
+        [failure.host], failure.what, failure.what or text.rpartition("\n")[2], [_text(text)]
+    )
 
 
 def _representation(item: pytest.Item, failures: Sequence[_Shown]) -> ExceptionChainRepr:
-    """Returns the failures in pytest's own form, which pytest-xdist can send, each under its hosts."""
+    """Returns the failures in pytest's own form, which pytest-xdist can send, each under its
+    hosts.
+    """
     groups: dict[object, list[_Shown]] = {}
     for failure in failures:
         crash = failure.chain[-1][1]
         where = (crash.path, crash.lineno) if crash else str(failure.chain[0][0])
-        groups.setdefault((failure.heading, _ADDRESS.sub("", failure.message), where), []).append(failure)
+        groups.setdefault((failure.heading, _ADDRESS.sub("", failure.message), where), []).append(
+            failure
+        )
     shown = [
         min(group, key=lambda failure: failure.hosts)._replace(
             hosts=sorted(host for failure in group for host in failure.hosts)

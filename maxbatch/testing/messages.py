@@ -55,7 +55,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to call a function with the pod, with the caller's working folder and environment."""
+    """A request to call a function with the pod, with the caller's working folder and
+    environment.
+    """
 
     function: bytes
     folder: Path

@@ -48,7 +48,8 @@ class Pod:
         return f"<Pod: host {self.host} of {self.num_hosts}>"
 
     def mesh(self, **axes: int) -> jax.sharding.Mesh:
-        """Returns a mesh over all devices of the pod, such as `pod.mesh(data=4, model=2)`, with axes of type Auto.
+        """Returns a mesh over all devices of the pod, such as `pod.mesh(data=4, model=2)`, with
+        axes of type Auto.
 
         Raises:
           ValueError: the axes do not hold all devices.
@@ -60,7 +61,10 @@ class Pod:
         if math.prod(axes.values()) != num_devices:
             given = ", ".join(f"{name}={size}" for name, size in axes.items())
             first = next(iter(axes), "data")
-            raise ValueError(f"mesh({given}): the pod has {num_devices} devices; works: mesh({first}={num_devices})")
+            raise ValueError(
+                f"mesh({given}): the pod has {num_devices} devices; works: "
+                f"mesh({first}={num_devices})"
+            )
         types = (jax.sharding.AxisType.Auto,) * len(axes)
         return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
@@ -77,21 +81,29 @@ class Pod:
         """Checks that all hosts hold the same values, bit by bit.
 
         Args:
-          x: a number, a text, an array, another object, or a tree of them. For a `jax.Array` the copies of each shard
-            are compared, so an array may be replicated over all hosts or some of them. Objects are compared by their
-            type and attributes, or else by their `repr`, and functions by their name.
+          x: a number, a text, an array, another object, or a tree of them. For a `jax.Array` the
+            copies of each shard are compared, so an array may be replicated over all hosts or some
+            of them. Objects are compared by their type and attributes, or else by their `repr`, and
+            functions by their name.
 
         Raises:
           AssertionError: they differ; the message names the hosts and the difference.
         """
         __tracebackhide__ = True
         leaves = _leaves(x)
-        hashes = {name: {part: _hashed(value) for part, value in parts.items()} for name, parts in leaves.items()}
+        hashes = {
+            name: {part: _hashed(value) for part, value in parts.items()}
+            for name, parts in leaves.items()
+        }
         by_host: dict[int, dict[str, dict[str, _Hashed]]] = self._exchange("same()", hashes)
         names = {host: set(found) for host, found in by_host.items()}
         if len(set(map(frozenset, names.values()))) > 1:
             every = set.union(*names.values())
-            lacks = "; ".join(f"{named([h])} has no x{min(every - own)}" for h, own in names.items() if every - own)
+            lacks = "; ".join(
+                f"{named([h])} has no x{min(every - own)}"
+                for h, own in names.items()
+                if every - own
+            )
             raise AssertionError(f"the hosts hold trees of different structure: {lacks}")
         different = [
             (name, part)
@@ -103,12 +115,18 @@ class Pod:
             shown = different[:_MOST_SHOWN]
             own = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
             values: dict[int, dict[tuple[str, str], object]] = self._exchange("same()", own)
-            lines = [difference(key, {host: v[key] for host, v in values.items() if key in v}) for key in shown]
-            more = [f"and {len(different) - len(shown)} more"] if len(different) > len(shown) else []
+            lines = [
+                difference(key, {host: v[key] for host, v in values.items() if key in v})
+                for key in shown
+            ]
+            more = (
+                [f"and {len(different) - len(shown)} more"] if len(different) > len(shown) else []
+            )
             raise AssertionError("\n".join(["the hosts disagree:", *lines, *more]))
 
     def kill(self, host: int) -> None:
-        """Kills a host (SIGKILL) and returns once it is dead. The test continues and may pass without it.
+        """Kills a host (SIGKILL) and returns once it is dead. The test continues and may pass
+        without it.
 
         Host 0 keeps JAX's coordination service: as on a real pod, JAX ends the others when it dies.
         """
@@ -136,7 +154,10 @@ class Pod:
     def _ask(self, message: object) -> object:
         __tracebackhide__ = True
         if os.getpid() != self._process:
-            raise PodError(f"a process that host {self.host} forked is no host: it cannot meet, kill or stop hosts")
+            raise PodError(
+                f"a process that host {self.host} forked is no host: it cannot meet, kill or stop "
+                "hosts"
+            )
         with self._lock:
             self._connection.send(message)
             return self._connection.recv()
@@ -159,18 +180,25 @@ def _hashed(value: object) -> _Hashed:
 
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).tobytes()
-        return _Hashed(f"{value.dtype}[{', '.join(map(str, value.shape))}]", hashlib.sha256(data).digest())
+        return _Hashed(
+            f"{value.dtype}[{', '.join(map(str, value.shape))}]", hashlib.sha256(data).digest()
+        )
     told = value if isinstance(value, _Told) else _Told(type(value).__name__, _text_of(value))
     return _Hashed(told.kind, hashlib.sha256(told.text.encode("utf-8", "surrogatepass")).digest())
 
 
 def _text_of(value: object, depth: int = 0) -> str:
-    """Returns a text of a value without addresses, orders of sets and other things of one process."""
+    """Returns a text of a value without addresses, orders of sets and other things of one
+    process.
+    """
     import numpy as np
 
     if isinstance(value, np.ndarray) or hasattr(value, "addressable_shards"):
         array = np.asarray(value)
-        return f"{array.dtype}{list(array.shape)} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
+        return (
+            f"{array.dtype}{list(array.shape)} "
+            f"{hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
+        )
     if depth > _MOST_DEPTH:
         return type(value).__qualname__
     if isinstance(value, set | frozenset):
@@ -178,7 +206,10 @@ def _text_of(value: object, depth: int = 0) -> str:
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(_text_of(item, depth + 1) for item in value)})"
     if isinstance(value, dict):
-        items = [f"{_text_of(key, depth + 1)}: {_text_of(item, depth + 1)}" for key, item in value.items()]
+        items = [
+            f"{_text_of(key, depth + 1)}: {_text_of(item, depth + 1)}"
+            for key, item in value.items()
+        ]
         return f"{{{', '.join(items)}}}"
     if isinstance(value, str | bytes):
         return repr(value)
@@ -186,13 +217,17 @@ def _text_of(value: object, depth: int = 0) -> str:
     if isinstance(name, str):  # a function or a class
         return f"{getattr(value, '__module__', '')}.{name}"
     if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
-        attributes = [f"{key}={_text_of(item, depth + 1)}" for key, item in sorted(vars(value).items())]
+        attributes = [
+            f"{key}={_text_of(item, depth + 1)}" for key, item in sorted(vars(value).items())
+        ]
         return f"{type(value).__qualname__}({', '.join(attributes)})"
     return _ADDRESS.sub("", repr(value))
 
 
 def _leaves(x: object) -> dict[str, dict[str, object]]:
-    """Returns the leaves of a tree by path, each as parts by their slices: arrays, or other objects."""
+    """Returns the leaves of a tree by path, each as parts by their slices: arrays, or other
+    objects.
+    """
     import jax
     import numpy as np
 
@@ -217,11 +252,15 @@ def _shards(name: str, array: jax.Array) -> dict[str, object]:
         array = jax.random.key_data(array)
     parts: dict[str, object] = {}
     for shard in array.addressable_shards:
-        slices = [f"{s.start or 0}:{s.stop or n}" for s, n in zip(shard.index, array.shape, strict=True)]
+        slices = [
+            f"{s.start or 0}:{s.stop or n}" for s, n in zip(shard.index, array.shape, strict=True)
+        ]
         part = "" if shard.data.shape == array.shape else f"[{', '.join(slices)}]"
         value = np.asarray(shard.data)
         if part in parts and _hashed(parts[part]) != _hashed(value):
-            raise AssertionError(f"devices of one host disagree: x{name}{part}, on {shard.device} and before it")
+            raise AssertionError(
+                f"devices of one host disagree: x{name}{part}, on {shard.device} and before it"
+            )
         parts[part] = value
     return parts
 
@@ -232,11 +271,16 @@ def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
 
     name = f"x{key[0]}{key[1]}"
     kinds = {host: _hashed(value).kind for host, value in values.items()}
-    if len(set(kinds.values())) > 1 or not all(isinstance(value, np.ndarray) for value in values.values()):
+    if len(set(kinds.values())) > 1 or not all(
+        isinstance(value, np.ndarray) for value in values.values()
+    ):
         unlike = len(set(kinds.values())) > 1
         return f"{name}: {_grouped(kinds if unlike else _where_they_differ(values))}"
     first = next(iter(values.values()))
-    bits = [value.reshape(-1).view(f"V{first.dtype.itemsize}").reshape(first.shape) for value in values.values()]
+    bits = [
+        value.reshape(-1).view(f"V{first.dtype.itemsize}").reshape(first.shape)
+        for value in values.values()
+    ]
     places = np.argwhere(np.any([one != bits[0] for one in bits[1:]], axis=0))
     place = tuple(int(i) for i in places[0])
     at = str(list(place)) if place else ""
@@ -260,7 +304,8 @@ def _where_they_differ(values: Mapping[int, _Told]) -> dict[int, str]:
     begin = max(0, first - _LONGEST_TEXT // 2)
     end = begin + _LONGEST_TEXT
     return {
-        host: f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (end < len(text))} ({len(text)} characters)"
+        host: f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (end < len(text))} ({len(text)} "
+        "characters)"
         for host, text in texts.items()
     }
 

@@ -1,4 +1,6 @@
-"""A marked test as seen by the testing process: its phases run on hosts, and their reports are merged."""
+"""A marked test as seen by the testing process: its phases run on hosts, and their reports are
+merged.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,32 @@ from maxbatch.testing.pod import PodError
 _TEARDOWN_S = 5.0  # which every test has
 _REPORTS = pytest.StashKey[dict[str, Merged]]()
 _POOL = pytest.StashKey[Pool]()
-# Options that a host does not take from the caller: it runs the tests it is sent, and reports to the caller.
+# Options that a host does not take from the caller: it runs the tests it is sent, and reports to
+# the caller.
 _OWN_OPTIONS: dict[str, object] = {
-    "capture": "no", "usepdb": False, "trace": False, "setuponly": False, "setupshow": False, "setupplan": False,
-    "collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "plugins": [],
-    "numprocesses": None, "maxprocesses": None, "dist": "no", "tx": [], "distload": False, "cov_source": [],
-    "log_file": None, "xmlpath": None, "htmlpath": None, "report_log": None,
-}  # fmt: skip
+    "capture": "no",
+    "usepdb": False,
+    "trace": False,
+    "setuponly": False,
+    "setupshow": False,
+    "setupplan": False,
+    "collectonly": False,
+    "keyword": "",
+    "markexpr": "",
+    "deselect": None,
+    "maxfail": 0,
+    "plugins": [],
+    "numprocesses": None,
+    "maxprocesses": None,
+    "dist": "no",
+    "tx": [],
+    "distload": False,
+    "cov_source": [],
+    "log_file": None,
+    "xmlpath": None,
+    "htmlpath": None,
+    "report_log": None,
+}
 
 
 class _Stated(NamedTuple):
@@ -44,7 +65,9 @@ def stated_by(marker: pytest.Mark) -> _Stated:
     try:
         return pod(*marker.args, **marker.kwargs)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"@pytest.mark.pod: {str(error).replace(pod.__qualname__, 'pod')}") from error
+        raise ValueError(
+            f"@pytest.mark.pod: {str(error).replace(pod.__qualname__, 'pod')}"
+        ) from error
 
 
 class PodTest:
@@ -107,7 +130,9 @@ class PodTest:
         merged = merge(self._item, when, found)
         self._sections += merged.sections
         output = self._hosts.output()
-        self._sections += [(f"Captured output of host {host}, {when}", text) for host, text in output.items()]
+        self._sections += [
+            (f"Captured output of host {host}, {when}", text) for host, text in output.items()
+        ]
         merged.sections = list(self._sections)
         self._item.stash[_REPORTS][when] = merged
         self._warn(found)
@@ -115,18 +140,29 @@ class PodTest:
             raise PodError(f"the {when} failed on a host")
 
     def _warn(self, found: Round) -> None:
-        every = [one for answer in found.answers.values() if isinstance(answer, Reported) for one in answer.warnings]
-        for text, file, line in dict.fromkeys((str(one.message), one.file, one.line) for one in every):
+        every = [
+            one
+            for answer in found.answers.values()
+            if isinstance(answer, Reported)
+            for one in answer.warnings
+        ]
+        for text, file, line in dict.fromkeys(
+            (str(one.message), one.file, one.line) for one in every
+        ):
             message = next(one.message for one in every if str(one.message) == text)
             self._item.config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": warnings.WarningMessage(message, type(message), file, line),
-                    "when": "runtest", "nodeid": self._item.nodeid, "location": None,
+                    "when": "runtest",
+                    "nodeid": self._item.nodeid,
+                    "location": None,
                 }
-            )  # fmt: skip
+            )
 
     def _following(self) -> str | None:
-        """Returns the id of the next test in this file, or else of the next test with this shape."""
+        """Returns the id of the next test in this file, or else of the next test with this
+        shape.
+        """
         if self._nextitem is None:
             return None
         if self._nextitem.path == self._item.path:
@@ -180,16 +216,30 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
     files = list(dict.fromkeys(str(item.path) for item in session.items if shape_of(item) == shape))
     arguments = [word for name in config.option.plugins for word in ("-p", name)]
     given = {name: value for name, value in vars(config.option).items() if is_picklable(value)}
-    option = {name: value for name, value in (given | _OWN_OPTIONS).items() if name in given and name != "file_or_dir"}
+    option = {
+        name: value
+        for name, value in (given | _OWN_OPTIONS).items()
+        if name in given and name != "file_or_dir"
+    }
     # A host imports this package before pytest can rewrite its asserts.
-    option["pythonwarnings"] = [*(option["pythonwarnings"] or []), "ignore::pytest.PytestAssertRewriteWarning"]
-    option |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath) if config.inipath else None}
+    option["pythonwarnings"] = [
+        *(option["pythonwarnings"] or []),
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]
+    option |= {
+        "rootdir": str(config.rootpath),
+        "inifilename": str(config.inipath) if config.inipath else None,
+    }
     worker = getattr(config, "workerinput", None)
 
     def options(host: int) -> SessionOptions:
-        return SessionOptions(option | {"basetemp": str(folder / f"host{host}")}, arguments, worker, files)
+        return SessionOptions(
+            option | {"basetemp": str(folder / f"host{host}")}, arguments, worker, files
+        )
 
-    return Hosts(shape, options, config.invocation_params.dir, shows_output=config.option.capture == "no")
+    return Hosts(
+        shape, options, config.invocation_params.dir, shows_output=config.option.capture == "no"
+    )
 
 
 def _temporary_folders(config: pytest.Config) -> pytest.TempPathFactory:

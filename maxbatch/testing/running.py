@@ -21,23 +21,26 @@ from maxbatch.testing.pod import Pod, PodError, named
 T = TypeVar("T")
 
 
-def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: float = 60.0) -> list[T]:
+def run(
+    function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: float = 60.0
+) -> list[T]:
     """Calls a function once on each host of a simulated pod, and returns the results by host.
 
-    The hosts are processes, each with `devices / hosts` CPU devices and `jax.distributed` initialised. Later calls with
-    the same shape reuse them; they end with this process. Each call has the caller's working folder and environment
-    variables, except for variables that JAX reads at its start, which stay as in the first call. Output is printed
-    after the call.
+    The hosts are processes, each with `devices / hosts` CPU devices and `jax.distributed`
+    initialised. Later calls with the same shape reuse them; they end with this process. Each call
+    has the caller's working folder and environment variables, except for variables that JAX reads
+    at its start, which stay as in the first call. Output is printed after the call.
 
     Args:
-      function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or from `__main__`.
+      function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or from
+        `__main__`.
       devices: number of devices of the pod.
       hosts: number of hosts; must divide the devices.
       timeout: seconds that the call may take.
 
     Raises:
-      PodError: the function raised on a host, a host died, or the call took too long; the message has the host and its
-        traceback, or the stack of every host that was still running.
+      PodError: the function raised on a host, a host died, or the call took too long; the message
+        has the host and its traceback, or the stack of every host that was still running.
       ValueError: the hosts do not divide the devices, or the timeout is no number above 0.
     """
     shape, timeout = Shape.of(devices, hosts), checked_timeout(timeout)
@@ -47,14 +50,20 @@ def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: 
         raise PodError(_told(pod.started, pod.output()))
     with tempfile.TemporaryDirectory(prefix="maxbatch-pod-") as folder:
         call = Call(message, Path(folder), os.getcwd(), dict(os.environ))
-        found = pod.perform(call, time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call")
+        found = pod.perform(
+            call, time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call"
+        )
     output = pod.output()
     if found.failures:
         pod.kill()
         raise PodError(_told(found, output))
     print(*output.values(), sep="", end="", file=sys.stdout, flush=True)
     # A host killed by the function has no result.
-    return [pickle.loads(one.value) for _, one in sorted(found.answers.items()) if isinstance(one, Returned)]
+    return [
+        pickle.loads(one.value)
+        for _, one in sorted(found.answers.items())
+        if isinstance(one, Returned)
+    ]
 
 
 def _start(shape: Shape) -> Hosts:
@@ -65,9 +74,13 @@ def _told(found: Round, output: dict[int, str]) -> str:
     """Returns every failure with its hosts, then the output of each host."""
     groups: dict[str, list[int]] = {}
     for failure in found.failures:
-        groups.setdefault(f"{failure.what or 'failed'}:\n{failure.text}".rstrip(":\n"), []).append(failure.host)
+        groups.setdefault(f"{failure.what or 'failed'}:\n{failure.text}".rstrip(":\n"), []).append(
+            failure.host
+        )
     parts = [f"{named(sorted(hosts))} {text}".rstrip() for text, hosts in groups.items()]
-    return "\n".join([*parts, *(f"output of host {host}:\n{text.rstrip()}" for host, text in output.items())])
+    return "\n".join(
+        [*parts, *(f"output of host {host}:\n{text.rstrip()}" for host, text in output.items())]
+    )
 
 
 _POOL = Pool(_start)

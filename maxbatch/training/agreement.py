@@ -1,7 +1,7 @@
 """Comparison of hosts at the start of a run: config, versions, run folder and content of inputs.
 
-The config comes first, before anything in which hosts could differ in number or order. A single host skips all this,
-and nothing is read that the run does not read.
+The config comes first, before anything in which hosts could differ in number or order. A single
+host skips all this, and nothing is read that the run does not read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:
-      stated: the config (`facts_of`) before `flags_in_force`, which compares the flags of the TPU's compiler itself,
-        and a user's own parts of the run by their argument.
+      stated: the config (`facts_of`) before `flags_in_force`, which compares the flags of the TPU's
+        compiler itself, and a user's own parts of the run by their argument.
 
     Raises:
       ConfigError: some differ; the message names each, with values and hosts.
@@ -42,7 +42,9 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
 def _machine() -> dict[str, str]:
     """Returns the software of a host, and its devices."""
     devices = jax.local_devices()
-    return software_of(devices[0]) | {"devices of the host": f"{len(devices)} x {devices[0].device_kind}"}
+    return software_of(devices[0]) | {
+        "devices of the host": f"{len(devices)} x {devices[0].device_kind}"
+    }
 
 
 def software_of(device: jax.Device) -> dict[str, str]:
@@ -69,14 +71,16 @@ def share_folder(folder: RunFolder) -> RunIdentity:
         told = RunIdentity(**broadcast(lambda: folder.start_together().__dict__))
         sees = is_first() or folder.join(told)
         others = [
-            (host, path) for host, path in enumerate(gather(None if sees else str(folder.path.absolute()))) if path
+            (host, path)
+            for host, path in enumerate(gather(None if sees else str(folder.path.absolute())))
+            if path
         ]
         if others:
             hosts, paths = zip(*others, strict=True)
             raise ConfigError(
-                f"run_dir={folder.path}: must be one folder that all hosts see, and host {', '.join(map(str, hosts))} "
-                f"does not see the one of host 0 (it looked in {paths[0]}); give a folder of a network file system or "
-                "of an object store"
+                f"run_dir={folder.path}: must be one folder that all hosts see, and host "
+                f"{', '.join(map(str, hosts))} does not see the one of host 0 (it looked in "
+                f"{paths[0]}); give a folder of a network file system or of an object store"
             )
     assert folder.identity is not None, "the hosts have found it"
     return folder.identity

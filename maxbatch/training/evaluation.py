@@ -39,10 +39,12 @@ def num_evaluated(bounds: EvaluationConfig, num_rows: int, batch_size: int) -> i
 
 
 class Evaluator:
-    """An eval of parameters on `num_rows` held-out rows, in its own batch size and without accumulation.
+    """An eval of parameters on `num_rows` held-out rows, in its own batch size and without
+    accumulation.
 
-    The stream is None on a host without rows. `eval_steps` bounds the batches, `eval_samples` the rows; rows of zero
-    weight pad the last batch. `until` ends the batches of an eval early, whose loss is then of those before.
+    The stream is None on a host without rows. `eval_steps` bounds the batches, `eval_samples` the
+    rows; rows of zero weight pad the last batch. `until` ends the batches of an eval early, whose
+    loss is then of those before.
     """
 
     def __init__(
@@ -72,9 +74,13 @@ class Evaluator:
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[jax.stages.Compiled] | None = None
 
-    def compile(self, abstract_params: State, background: Background, make: MakeExecutable = compile_here) -> None:
+    def compile(
+        self, abstract_params: State, background: Background, make: MakeExecutable = compile_here
+    ) -> None:
         """Starts compiling before the first eval."""
-        self._compiled = background.start(partial(make, self.name, partial(self.lower, abstract_params)))
+        self._compiled = background.start(
+            partial(make, self.name, partial(self.lower, abstract_params))
+        )
 
     @property
     def name(self) -> str:
@@ -89,7 +95,8 @@ class Evaluator:
         series = in_passes(0, self._num_rows, self._shape)
         with BatchLoader(self._stream, self._placement, series) as loader:
             for _, batch in self._until(loader.batches()):
-                # Fetched one by one, since concurrent programs with collectives can deadlock on a CPU.
+                # Fetched one by one, since concurrent programs with collectives can deadlock on a
+                # CPU.
                 batch_loss, batch_weight = jax.device_get(step(params, batch))
                 loss, weight = loss + float(batch_loss), weight + float(batch_weight)
         return EvalResult(loss / weight if weight else float("nan"), weight, self._num_rows)

@@ -50,26 +50,38 @@ class Rows(NamedTuple):
 
 
 class MakeModel(Protocol):
-    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, with `nnx.Param` variables only."""
+    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, with `nnx.Param`
+    variables only.
+    """
 
     def __call__(self, config: Config, *, rngs: nnx.Rngs) -> Any:
-        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
+        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits
+        [M, L, V].
+        """
 
 
 class Loss(Protocol):
-    """A user's loss: two sums over rows, so that the update does not depend on the cut of the batch."""
+    """A user's loss: two sums over rows, so that the update does not depend on the cut of the
+    batch.
+    """
 
     def __call__(self, model: Any, rows: Rows, /) -> tuple[jax.Array, jax.Array]:
         """Returns the sum of the losses of these rows, and the sum of their weights: float scalars.
 
-        The loss of an update is the first over the second, both summed over the global batch. `model(tokens, segments)`
-        gives the logits, [M, L, V]. Rows of zero weight are padding and must add nothing.
+        The loss of an update is the first over the second, both summed over the global batch.
+        `model(tokens, segments)` gives the logits, [M, L, V]. Rows of zero weight are padding and
+        must add nothing.
         """
 
 
 Optimizer: TypeAlias = OptimizerMaker | optax.GradientTransformation
 # Keys of the config's optimizer without effect on a user's, with the values that switch them off.
-_DECAYS = {"adam_scaling": "none", "adam_b1_half_life": None, "adam_b2_half_life": None, "weight_decay_timescale": None}
+_DECAYS = {
+    "adam_scaling": "none",
+    "adam_b1_half_life": None,
+    "adam_b2_half_life": None,
+    "weight_decay_timescale": None,
+}
 
 
 class Parts(NamedTuple):
@@ -88,7 +100,9 @@ class Parts(NamedTuple):
         given = {argument: getattr(self, argument) for argument in TRAINED}
         names = {argument: code_name(part) for argument, part in given.items() if part is not None}
         if self.outputs:
-            names["outputs"] = " ".join(str(getattr(output, "name", code_name(output))) for output in self.outputs)
+            names["outputs"] = " ".join(
+                str(getattr(output, "name", code_name(output))) for output in self.outputs
+            )
         return names
 
 
@@ -116,7 +130,10 @@ def check_parts(parts: Parts) -> None:
     model, loss, optimizer = parts.model, parts.objective, parts.optimizer
     if isinstance(model, nnx.Module):
         name = type(model).__name__
-        raise ConfigError(f"model: must be a class, or a function that makes the module, not a module; works: {name}")
+        raise ConfigError(
+            "model: must be a class, or a function that makes the module, not a module; works: "
+            f"{name}"
+        )
     if model is not None:
         _check_call("model", model, "(config, rngs=rngs)", None, rngs=None)
     if loss is not None:
@@ -125,9 +142,13 @@ def check_parts(parts: Parts) -> None:
         _check_call("optimizer", optimizer, "(learning_rate)", None)
 
 
-def _check_call(argument: str, function: object, call: str, *args: object, **kwargs: object) -> None:
+def _check_call(
+    argument: str, function: object, call: str, *args: object, **kwargs: object
+) -> None:
     if not callable(function):
-        raise ConfigError(f"{argument}: must be a function or a class, not {type(function).__name__}")
+        raise ConfigError(
+            f"{argument}: must be a function or a class, not {type(function).__name__}"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables of C have none
@@ -136,7 +157,9 @@ def _check_call(argument: str, function: object, call: str, *args: object, **kwa
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = name_of(function)
-        raise ConfigError(f"{argument}: is called as {name}{call}, but takes {name}{signature} ({error})") from None
+        raise ConfigError(
+            f"{argument}: is called as {name}{call}, but takes {name}{signature} ({error})"
+        ) from None
 
 
 def name_of(function: object) -> str:
@@ -159,21 +182,27 @@ def module_maker(model: ModelMaker, name: str) -> ModelMaker:
     """Returns a user's model, a function of the random numbers alone, with errors that name it.
 
     Raises:
-      ConfigError: (the function) the result is not a `flax.nnx.Module` with floating-point parameters.
+      ConfigError: (the function) the result is not a `flax.nnx.Module` with floating-point
+        parameters.
     """
 
     def make(*, rngs: nnx.Rngs) -> nnx.Module:
         with _naming(f"the model, as {name}(config, rngs=rngs)"):
             made = model(rngs=rngs)
         if not isinstance(made, nnx.Module):
-            raise ConfigError(f"model: {name} returned {type(made).__name__}; it must be a flax.nnx.Module")
+            raise ConfigError(
+                f"model: {name} returned {type(made).__name__}; it must be a flax.nnx.Module"
+            )
         leaves = jax.tree.leaves_with_path(nnx.state(made, nnx.Param))
         if not leaves:
             raise ConfigError(f"model: {name} has no nnx.Param, so there is nothing to train")
         for path, leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 where = jax.tree_util.keystr(path)
-                raise ConfigError(f"model: the parameter {where} has the type {leaf.dtype}; it must be floating-point")
+                raise ConfigError(
+                    f"model: the parameter {where} has the type {leaf.dtype}; it must be "
+                    "floating-point"
+                )
         return made
 
     return make
@@ -183,7 +212,8 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
     """Returns a user's optimizer as a function of the learning rate, or None.
 
     Raises:
-      ConfigError: the config states decays of its own optimizer; (the function) the result is not an optax optimizer.
+      ConfigError: the config states decays of its own optimizer; (the function) the result is not
+        an optax optimizer.
     """
     if optimizer is None:
         return None
@@ -191,13 +221,13 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
         if config[name] != default:
             works = default or "null"
             raise ConfigError(
-                f"{name}={config[name]}: is of the config's own optimizer, and train() was given another; "
-                f"works: {name}={works}"
+                f"{name}={config[name]}: is of the config's own optimizer, and train() was given "
+                f"another; works: {name}={works}"
             )
     if isinstance(optimizer, optax.GradientTransformation):
         warn(
-            "learning_rate has no effect: train() was given an optimizer with rates of its own; a function of the "
-            "rate, such as optimizer=optax.adamw, follows the config's schedule"
+            "learning_rate has no effect: train() was given an optimizer with rates of its own; a "
+            "function of the rate, such as optimizer=optax.adamw, follows the config's schedule"
         )
         return lambda _: optimizer
 
@@ -214,7 +244,9 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
     return make
 
 
-def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig) -> Objective | None:
+def objective_of(
+    loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig
+) -> Objective | None:
     """Returns the objective of a user's loss or model; None without either.
 
     Raises:
@@ -224,7 +256,9 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
         return None
     for name in ("load_balance_loss_weight", "router_z_loss_weight"):
         if config[name]:
-            raise ConfigError(f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0")
+            raise ConfigError(
+                f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0"
+            )
 
     def sums(model: Any, rows: TokenRows, _: int) -> ObjectiveSums:
         given = Rows(rows.tokens, rows.segments, rows.weights)
@@ -234,10 +268,15 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
             with _naming(f"the model, called with tokens and segments int32{shape}"):
                 found = _next_token_sums(called, given, config.vocab_size)
         else:
-            with _naming(f"the objective {name_of(loss)} or the model that it calls, with rows of tokens int32{shape}"):
+            with _naming(
+                f"the objective {name_of(loss)} or the model that it calls, with rows of tokens "
+                f"int32{shape}"
+            ):
                 returned = loss(called, given)
             found = _checked(returned)
-        return ObjectiveSums(*found, {}, called.routing if isinstance(called, _RoutedModel) else None)
+        return ObjectiveSums(
+            *found, {}, called.routing if isinstance(called, _RoutedModel) else None
+        )
 
     return Objective(sums, make_model=make_model)
 
@@ -263,11 +302,14 @@ class _RoutedModel:
         return self._routing
 
 
-def next_token_loss(model: Callable[[jax.Array, jax.Array], object], rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sum of the cross-entropies of each next token, and the sum of the weights, in float32.
+def next_token_loss(
+    model: Callable[[jax.Array, jax.Array], object], rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the cross-entropies of each next token, and the sum of the
+    weights, in float32.
 
-    All logits exist at once, float32[M, L, V]; the config's own loss is fused with the last projection and keeps a
-    piece at a time.
+    All logits exist at once, float32[M, L, V]; the config's own loss is fused with the last
+    projection and keeps a piece at a time.
     """
     return _next_token_sums(model, rows)
 
@@ -277,30 +319,40 @@ def _next_token_sums(
 ) -> tuple[jax.Array, jax.Array]:
     logits, wanted = model(rows.tokens, rows.segments), ", ".join(map(str, rows.tokens.shape))
     if not isinstance(logits, jax.Array):
-        raise ConfigError(f"model: returned {_described(logits)}; it must be logits, an array [{wanted}, V]")
+        raise ConfigError(
+            f"model: returned {_described(logits)}; it must be logits, an array [{wanted}, V]"
+        )
     if logits.ndim != 3 or logits.shape[:2] != rows.tokens.shape:
-        raise ConfigError(f"model: returned an array of shape {logits.shape}; it must be logits, ({wanted}, V)")
+        raise ConfigError(
+            f"model: returned an array of shape {logits.shape}; it must be logits, ({wanted}, V)"
+        )
     if logits.shape[2] < vocab_size:
         raise ConfigError(
-            f"model: returned logits of {logits.shape[2]} tokens; must be one for each of vocab_size={vocab_size}"
+            f"model: returned logits of {logits.shape[2]} tokens; must be one for each of "
+            f"vocab_size={vocab_size}"
         )
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype(jnp.float32), rows.tokens[:, 1:])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, :-1].astype(jnp.float32), rows.tokens[:, 1:]
+    )
     return jnp.sum(losses * rows.weights[:, 1:]), jnp.sum(rows.weights[:, 1:])
 
 
 def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
     """Checks a user's two sums and returns them in float32."""
     parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-    is_number = [isinstance(part, jax.Array | np.ndarray | np.generic | float | int) for part in parts]
+    is_number = [
+        isinstance(part, jax.Array | np.ndarray | np.generic | float | int) for part in parts
+    ]
     if len(parts) != 2 or not all(is_number) or any(jnp.shape(part) for part in parts):
         raise ConfigError(
-            f"objective: returned {', '.join(map(_described, parts))} in place of two scalars, the sum of the losses "
-            "and the sum of their weights"
+            f"objective: returned {', '.join(map(_described, parts))} in place of two scalars, "
+            "the sum of the losses and the sum of their weights"
         )
     loss, weight = map(jnp.asarray, parts)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ConfigError(
-            f"objective: returned a loss of the type {loss.dtype}, which has no gradient; must be a float"
+            f"objective: returned a loss of the type {loss.dtype}, which has no gradient; must be "
+            "a float"
         )
     return loss.astype(jnp.float32), weight.astype(jnp.float32)
 
@@ -311,32 +363,45 @@ def _described(value: object) -> str:
 
 
 def task_model(
-    make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, own_optimizer: OptimizerMaker | None = None
+    make_model: ModelMaker | None,
+    config: UpdateConfig,
+    mesh: MeshShape,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> TaskModel:
     """Returns the model of a run; its identity includes the form of a user's optimizer state.
 
-    Without a user's model it is the config's. A user's model is identified by its parameters' shapes. Its FLOPs are 6
-    per parameter and token, without attention (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
+    Without a user's model it is the config's. A user's model is identified by its parameters'
+    shapes. Its FLOPs are 6 per parameter and token, without attention (Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, section 2.1).
 
     Raises:
-      ConfigError: the model has variables besides parameters, or the config needs a feature of its own model.
+      ConfigError: the model has variables besides parameters, or the config needs a feature of its
+        own model.
     """
     if make_model is None:
         found = model_of(config)
-        return found._replace(identity={**found.identity, **_optimizer_identity(own_optimizer, config)})
+        return found._replace(
+            identity={**found.identity, **_optimizer_identity(own_optimizer, config)}
+        )
     if mesh.num_pipeline_stages != 1:
         raise ConfigError(
-            f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a pipeline need the layers of "
-            "the config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
+            f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a "
+            "pipeline need the layers of the config's own model; works: "
+            "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
         )
     if rank := config.adapters.lora_rank:
-        raise ConfigError(f"lora_rank={rank}: adapters are for the config's own model; works: lora_rank=0")
+        raise ConfigError(
+            f"lora_rank={rank}: adapters are for the config's own model; works: lora_rank=0"
+        )
     if config.quantization:
         raise ConfigError(
-            f"quantization={config.quantization}: rounds the products of the config's own model; works: quantization=''"
+            f"quantization={config.quantization}: rounds the products of the config's own model; "
+            "works: quantization=''"
         )
     _, params = abstract_model(config, make_model=make_model)
-    shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    shapes = {
+        jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)
+    }
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
     settings = {key: config[key] for key in ("opt_type", "init_weights_seed")}
     settings |= _optimizer_identity(own_optimizer, config, make_model)
@@ -354,5 +419,11 @@ def _optimizer_identity(
     trained = adapters.abstract(params) if adapters else params
     with _naming("the optimizer, as init(parameters)"):
         state = jax.eval_shape(make_optimizer(config.optimizer, AT_REST, own=own).init, trained)
-    leaves = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in jax.tree.leaves_with_path(state)]
-    return {"opt_type": "own", "optimizer's state": hashlib.sha256("\n".join(leaves).encode()).hexdigest()[:16]}
+    leaves = [
+        f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}"
+        for path, x in jax.tree.leaves_with_path(state)
+    ]
+    return {
+        "opt_type": "own",
+        "optimizer's state": hashlib.sha256("\n".join(leaves).encode()).hexdigest()[:16],
+    }

@@ -80,7 +80,12 @@ from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskMo
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
-from maxbatch.training.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
+from maxbatch.training.update.state import (
+    TrainState,
+    adapted_shapes,
+    compile_adapting,
+    init_opt_state,
+)
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.origin import Source
 
@@ -88,7 +93,10 @@ CONFIGURED = Parts()  # all of it the config's
 
 
 def train(
-    config: Config, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED, concludes: bool = True
+    config: Config,
+    devices: Sequence[jax.Device] | None = None,
+    parts: Parts = CONFIGURED,
+    concludes: bool = True,
 ) -> Outcome:
     """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
@@ -115,15 +123,20 @@ def train(
     config = config.replaced({"libtpu_flags": flags, "own_parts": own_parts_text(parts.names)})
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        context.own_end.watch(bool(parts.outputs) or parts.stream is not None or parts.eval_stream is not None)
+        context.own_end.watch(
+            bool(parts.outputs) or parts.stream is not None or parts.eval_stream is not None
+        )
         return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
 
 
-def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: bool = True) -> OpenedPretraining:
+def open_pretraining(
+    context: RunContext, parts: Parts = CONFIGURED, concludes: bool = True
+) -> OpenedPretraining:
     """Opens the data of a run, once its parts and its mesh are known to fit.
 
     Raises:
-      ConfigError: the config, the parts or the data cannot be used, or the hosts have different data.
+      ConfigError: the config, the parts or the data cannot be used, or the hosts have different
+        data.
     """
     config = context.config
     keys, planning, recipe = config.programs, config.plan, TrainedRecipe.of(config.recipe)
@@ -131,7 +144,9 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
     tasks = _open_tasks(config.evaluation, parts)
     mesh_shape = checked_mesh_shape(planning, keys, context.devices)
     expansion = max(1, int(expansion_factor(planning, jax.process_count())))
-    make_model = module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
+    make_model = (
+        module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
+    )
     own_optimizer = optimizer_maker(parts.optimizer, keys.optimizer)
     model = task_model(make_model, keys, mesh_shape, own_optimizer)
     objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(keys)
@@ -139,19 +154,35 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
     if is_loading(jax.process_index(), expansion):
         own = parts.stream
         stream = open_stream(config) if own is None else as_stream(own, config.stream)
-    data = _agree_on_data(stream, config.dataset_path, f"{config.recipe.unit}s", jax.process_count() // expansion)
+    data = _agree_on_data(
+        stream, config.dataset_path, f"{config.recipe.unit}s", jax.process_count() // expansion
+    )
     return OpenedPretraining(
-        context, parts, concludes, keys, recipe, planning, tasks, mesh_shape, expansion, own_optimizer, model,
-        objective, stream, data,
-    )  # fmt: skip
+        context,
+        parts,
+        concludes,
+        keys,
+        recipe,
+        planning,
+        tasks,
+        mesh_shape,
+        expansion,
+        own_optimizer,
+        model,
+        objective,
+        stream,
+        data,
+    )
 
 
 def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
     check_parts(parts)
-    if not recipe.takes_parts and (parts.model or parts.objective or parts.stream or parts.eval_stream):
+    if not recipe.takes_parts and (
+        parts.model or parts.objective or parts.stream or parts.eval_stream
+    ):
         raise ConfigError(
-            f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, and train() was "
-            f"given a model, a loss or a stream; works: {recipe.key}=false"
+            f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, "
+            f"and train() was given a model, a loss or a stream; works: {recipe.key}=false"
         )
     if compiled_dir and (parts.model or parts.objective or parts.optimizer):
         raise ConfigError(
@@ -205,7 +236,9 @@ class OpenedPretraining:
     stream: Stream | None  # None if another host loads
     data: TaskData
 
-    why_untrained: ClassVar[str] = "no batch had a loss weight; look at the data with `maxbatch data`"
+    why_untrained: ClassVar[str] = (
+        "no batch had a loss weight; look at the data with `maxbatch data`"
+    )
 
     @property
     def source(self) -> tuple[str, str]:
@@ -224,13 +257,21 @@ class OpenedPretraining:
         context, config = self.context, self.context.config
         check_epochs(self.planning, self.data.samples_per_epoch)
         plan = BatchPlan.from_config(
-            self.planning, len(context.devices), jax.process_count(), num_slices=self.mesh_shape.num_slices,
-            samples_per_epoch=self.data.samples_per_epoch, resume=resume,
-        )  # fmt: skip
+            self.planning,
+            len(context.devices),
+            jax.process_count(),
+            num_slices=self.mesh_shape.num_slices,
+            samples_per_epoch=self.data.samples_per_epoch,
+            resume=resume,
+        )
         programs = Programs(
-            self.keys, context.devices, self.mesh_shape, self.objective, self.expansion,
+            self.keys,
+            context.devices,
+            self.mesh_shape,
+            self.objective,
+            self.expansion,
             self.own_optimizer,
-        )  # fmt: skip
+        )
         saved = None
         if config.compiled_dir:
             saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh)
@@ -240,7 +281,10 @@ class OpenedPretraining:
         if not self.tasks:
             return None
         config, tokenizer = self.context.config, self.tokenizer()
-        ends, params = end_tokens(config.load_parameters_path), adapted_shapes(self.keys, programs.abstract)
+        ends, params = (
+            end_tokens(config.load_parameters_path),
+            adapted_shapes(self.keys, programs.abstract),
+        )
         check_vocabulary(config, tokenizer.vocab_size)
         model = RunModel(
             config.text,
@@ -254,22 +298,30 @@ class OpenedPretraining:
         return model
 
     def answers_to(self, stream: Stream | None, mesh: Mesh) -> Answers | None:
-        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text.
+        """Returns the answers to records of a stream, if it has questions and the config asks for
+        samples of text.
 
         The answer of a pair's record is the chosen one.
         """
         config = self.context.config
         if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
             return None
-        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
+        questions = [
+            Question(*one)
+            for one in broadcast(lambda: questions_of(stream) if stream is not None else [])
+        ]
         if not questions:
             return None
-        return Answers(self.keys, self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions)
+        return Answers(
+            self.keys, self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedPretraining:
-    """Pre-training with its plan and its programs, none of them lowered (`maxbatch.training.task.Planned`)."""
+    """Pre-training with its plan and its programs, none of them lowered
+    (`maxbatch.training.task.Planned`).
+    """
 
     opened: OpenedPretraining
     plan: BatchPlan
@@ -305,7 +357,8 @@ class PlannedPretraining:
                     start.parameters.open(self.abstract.model)
         manager = self.plan.manager
         ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
-        # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
+        # What was compiled ahead was planned from the run's start, and its first shape runs every
+        # stage.
         steps = StepLadder(
             lambda shape: self.executable(step_name(shape), lambda: self.programs.step(shape)),
             [stage for stage in ahead if stage.num_steps],
@@ -329,27 +382,40 @@ class PlannedPretraining:
             held_out = held_out_of(own, config.stream)
         else:
             held_out = open_stream(config, split="eval")
-        return ReadPart(held_out, broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0))
+        return ReadPart(
+            held_out, broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0)
+        )
 
     def _reads(self, held_out: ReadPart) -> dict[str, str]:
-        """Returns the content of what this host, or the first one in its place, reads besides its training data."""
+        """Returns the content of what this host, or the first one in its place, reads besides its
+        training data.
+        """
         opened, config = self.opened, self.opened.context.config
         own = held_out.stream.identity if held_out.stream is not None else {}
         first = broadcast(lambda: own)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
         key = key if opened.parts.eval_stream is None else "eval_stream"
         loads = opened.stream is not None
-        found = {f"{name} of {key}": str(value) for name, value in (own if loads else first).items()}
+        found = {
+            f"{name} of {key}": str(value) for name, value in (own if loads else first).items()
+        }
         given = code_of(opened.parts).items()
-        found |= {f"the file of {name}": code for name, code in given if getattr(opened.parts, name) is not None}
+        found |= {
+            f"the file of {name}": code
+            for name, code in given
+            if getattr(opened.parts, name) is not None
+        }
         if self.saved:
             found["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
         if config.generate_prompt and not opened.is_own:  # the sample at the end
             tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
-            found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
+            found["end tokens of load_parameters_path"] = str(
+                end_tokens(config.load_parameters_path)
+            )
             if opened.recipe.has_answers:
-                with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
+                # a tokenizer without a template writes no question of its own
+                with suppress(ConfigError):
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
 
@@ -365,7 +431,10 @@ class PlannedPretraining:
             start.parameters.origin.mark,
             start.position.step > 0,
             ReadPart(opened.stream, last),
-            ReadPart(held_out.stream, num_evaluated(bounds, held_out.num_samples, self.plan.eval_batch_size)),
+            ReadPart(
+                held_out.stream,
+                num_evaluated(bounds, held_out.num_samples, self.plan.eval_batch_size),
+            ),
         )
 
 
@@ -396,13 +465,18 @@ class BuiltPretraining:
         opened, planned, context = self.opened, self.planned, self.opened.context
         placement = planned.programs.placement
         stream, held_out = self._referred_streams()
-        feed = Feed(stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step)
+        feed = Feed(
+            stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step
+        )
         stack.enter_context(feed)
-        batches = feed if opened.parts.stream is None else OwnFeed(feed, context.own_end)  # reads the first batch
+        # reads the first batch
+        batches = feed if opened.parts.stream is None else OwnFeed(feed, context.own_end)
         making_state = context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state: TrainState = making_state.result()
-        gather(None)  # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at most
+        # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at
+        # most
+        gather(None)
         for shape, step in compiled:
             # A batch without weight changes nothing.
             nothing = (placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
@@ -416,8 +490,12 @@ class BuiltPretraining:
         if evaluator and opened.recipe.answers_evals:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
-            log = stack.enter_context(closing(AnswersLog(context.folder, show, self.start.position.step)))
-        return RunningPretraining(opened, planned, self.steps, batches, evaluator, answers, log, adapting), state
+            log = stack.enter_context(
+                closing(AnswersLog(context.folder, show, self.start.position.step))
+            )
+        return RunningPretraining(
+            opened, planned, self.steps, batches, evaluator, answers, log, adapting
+        ), state
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:
         opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
@@ -425,10 +503,14 @@ class BuiltPretraining:
         num_rows, batch_size = self.held_out.num_samples, plan.eval_batch_size
         has_own_rows = opened.parts.stream is not None or opened.parts.eval_stream is not None
         until = opened.context.own_end.until if has_own_rows else iter
-        return Evaluator(keys, bounds, placement, held_out, num_rows, batch_size, opened.objective, until)
+        return Evaluator(
+            keys, bounds, placement, held_out, num_rows, batch_size, opened.objective, until
+        )
 
     def _referred_streams(self) -> tuple[Stream | None, Stream | None]:
-        """Returns the training stream and the held-out one, beside their reference if the objective has one."""
+        """Returns the training stream and the held-out one, beside their reference if the objective
+        has one.
+        """
         opened = self.opened
         streams = opened.stream, self.held_out.stream
         if self.found_reference is None:
@@ -439,11 +521,15 @@ class BuiltPretraining:
         return one, other
 
     def _completed(self, found: FoundReference) -> Reference:
-        """Returns a reference once the samples that it lacks are computed and its file holds all."""
+        """Returns a reference once the samples that it lacks are computed and its file holds
+        all.
+        """
         planned, context, reference = self.planned, self.opened.context, found.reference
         if found.missing:
             count = counted(sum(end - first for _, first, end in found.missing), reference.unit)
-            context.console.print(f"reference: log-probabilities of {count}, under the first parameters")
+            context.console.print(
+                f"reference: log-probabilities of {count}, under the first parameters"
+            )
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
             score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
@@ -477,7 +563,9 @@ class BuiltPretraining:
         return self._initial_state().model
 
     def _state(self, restored: TrainState | None) -> TrainState:
-        """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
+        """Returns the state to start from: a restored one, with the model that its adapters adapt,
+        or a first one.
+        """
         abstract, opened = self.planned.abstract, self.opened
         if restored is None and (full := self._full_state()):
             return full
@@ -519,7 +607,9 @@ class RunningPretraining:
     def evaluates(self) -> bool:
         return self.evaluator is not None or self.planned.tasks_model is not None
 
-    def step(self, state: TrainState, batch: StagedBatch, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
+    def step(
+        self, state: TrainState, batch: StagedBatch, settings: UpdatePlan
+    ) -> tuple[TrainState, Dispatched]:
         planned, stream = batch.planned, self.opened.stream
         at = settings.at(planned.first_sample, planned.num_rows)
         numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, at)
@@ -556,12 +646,15 @@ class RunningPretraining:
         if tasks and model:
             try:
                 found |= model.ask(tasks, params)
-            except (ConfigError, TrainingError) as error:  # of a task, or of parameters that are not finite
+            # of a task, or of parameters that are not finite
+            except (ConfigError, TrainingError) as error:
                 warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
 
     def _eval_losses(self, state: TrainState, params: State) -> dict[str, object]:
-        """Returns the losses on held-out data; none if a user's rows raise on any host, which ends the run."""
+        """Returns the losses on held-out data; none if a user's rows raise on any host, which ends
+        the run.
+        """
         if self.evaluator is None:
             return {}
         own_end = self.opened.context.own_end
@@ -572,7 +665,11 @@ class RunningPretraining:
 
     def _adapted(self, state: TrainState) -> State:
         """Returns the parameters of the model, with its adapters."""
-        return self.adapting(state.frozen, state.params) if self.adapting and state.frozen is not None else state.params
+        return (
+            self.adapting(state.frozen, state.params)
+            if self.adapting and state.frozen is not None
+            else state.params
+        )
 
     def ahead(self) -> None:
         """Returns None: a batch is a function of its position."""
@@ -583,8 +680,8 @@ class RunningPretraining:
         if not opened.concludes:
             return
         context, config = opened.context, opened.context.config
-        # A sample needs the cache of the config's own model, and a tokenizer of the data: ids have none, and synthetic
-        # rows may have fewer tokens than the config's.
+        # A sample needs the cache of the config's own model, and a tokenizer of the data: ids have
+        # none, and synthetic rows may have fewer tokens than the config's.
         tokenizer = opened.tokenizer()
         is_of_data = tokenizer.identity != IDS and tokenizer.vocab_size <= config.vocab_size
         has_text = is_of_data and not opened.is_own
@@ -610,13 +707,16 @@ class RunningPretraining:
         opened, config = self.opened, self.opened.context.config
         rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
         text, tokenizer = config.text, opened.tokenizer()
-        return generate_text(params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh)
+        return generate_text(
+            params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh
+        )
 
     def _answer_sample(self, params: State) -> tuple[str, str] | None:
-        """Returns an answer in the form of the data, and the flags of `generate` that ask for the like.
+        """Returns an answer in the form of the data, and the flags of `generate` that ask for the
+        like.
 
-        The question is `generate_prompt` if the config states one and the data are chats, else that of a record; None
-        if no record has a question.
+        The question is `generate_prompt` if the config states one and the data are chats, else that
+        of a record; None if no record has a question.
         """
         opened, config = self.opened, self.opened.context.config
         answers = self.answers or opened.answers_to(opened.stream, self.planned.mesh)

@@ -1,7 +1,7 @@
 """The programs of a run, lowered from abstract shapes: nothing is allocated.
 
-They are the same for present devices and for devices described by a compiler, so `train` and ahead-of-time commands
-share them.
+They are the same for present devices and for devices described by a compiler, so `train` and
+ahead-of-time commands share them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def step_name(shape: BatchShape) -> str:
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 
-def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequence[jax.Device]) -> MeshShape:
+def checked_mesh_shape(
+    config: PlanConfig, model: DecoderConfig, devices: Sequence[jax.Device]
+) -> MeshShape:
     """Returns the mesh shape of a run; call it before data are opened or programs compiled.
 
     Raises:
-      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention` or
-        `quantization`.
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the
+        stated `attention` or `quantization`.
     """
     shape = mesh_shape(config, devices)
     check_platform(model.quantization, devices[0].platform)
@@ -71,10 +73,14 @@ class Programs:
         self._own_optimizer = own_optimizer
         self.mesh: Mesh = lay_out(shape, devices)
         self._expansion = expansion
-        self.placement = self._placement(REFERENCE_DTYPES if objective.num_referred else BATCH_DTYPES)
+        self.placement = self._placement(
+            REFERENCE_DTYPES if objective.num_referred else BATCH_DTYPES
+        )
 
     def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
-        return Placement(batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes)
+        return Placement(
+            batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes
+        )
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
         """Returns the pass that computes the samples' reference, `batch_size` at a time."""
@@ -84,7 +90,9 @@ class Programs:
     @cached_property
     def abstract(self) -> TrainState:
         """The shapes, dtypes and shardings of the state."""
-        return abstract_state(self.config, self.mesh, self._objective.make_model, self._own_optimizer)
+        return abstract_state(
+            self.config, self.mesh, self._objective.make_model, self._own_optimizer
+        )
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
         """Returns the update for a batch shape (`make_train_step`)."""
@@ -98,15 +106,20 @@ class Programs:
         return lowered
 
     def init(self) -> jax.stages.Lowered:
-        """Returns the program of the initial state, from the config's seed; each device makes its own shard."""
+        """Returns the program of the initial state, from the config's seed; each device makes its
+        own shard.
+        """
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        init = partial(init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer)
+        init = partial(
+            init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer
+        )
         return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Yields the other programs of a run by name.
 
-        They are the initial state, the objective's reference, an eval pass and a checkpoint's checksums.
+        They are the initial state, the objective's reference, an eval pass and a checkpoint's
+        checksums.
         """
         yield INIT, self.init()
         if self._objective.num_referred:
@@ -114,7 +127,13 @@ class Programs:
             yield reference.name, reference.lower(self.abstract.model)
         if self.config.evaluation.eval_interval > 0:
             evaluator = Evaluator(
-                self.config, self.config.evaluation, self.placement, None, 1, eval_batch_size, self._objective
+                self.config,
+                self.config.evaluation,
+                self.placement,
+                None,
+                1,
+                eval_batch_size,
+                self._objective,
             )
             yield evaluator.name, evaluator.lower(adapted_shapes(self.config, self.abstract))
         if self.config.checkpoint.enable_checkpointing:

@@ -1,12 +1,12 @@
 """Log-probabilities of answers under the reference: the first parameters of a run, computed once.
 
-They are keyed by the sample's hash, beside the stream, so any cut of the data and any epoch finds them. A run computes
-them for its samples in one pass before the first update, and writes them to `run_dir/reference.bin`; a resume reads the
-file. If it is missing or damaged, or the run is longer now, the first parameters are made again from the config for the
-missing samples.
+They are keyed by the sample's hash, beside the stream, so any cut of the data and any epoch finds
+them. A run computes them for its samples in one pass before the first update, and writes them to
+`run_dir/reference.bin`; a resume reads the file. If it is missing or damaged, or the run is longer
+now, the first parameters are made again from the config for the missing samples.
 
-Cost: a forward pass over each sample; 8 bytes per sample and 4 per answer, in every loading host's memory and in the
-file.
+Cost: a forward pass over each sample; 8 bytes per sample and 4 per answer, in every loading host's
+memory and in the file.
 
 Shapes: M samples per pass, A answers per sample (2 of a pair), W = A L slots, K known samples.
 """
@@ -78,12 +78,15 @@ class Reference:
         self.logprobs_KxA = np.concatenate([self.logprobs_KxA, logprobs_nxA])[first_K]
 
     def beside(self, rows: RowArrays) -> RowArrays:
-        """Returns rows with `reference`, float32[n, W]: each sum in the first slot of its answer's row."""
+        """Returns rows with `reference`, float32[n, W]: each sum in the first slot of its answer's
+        row.
+        """
         place_n, known_n = self._places(_hashes(rows))
         if not known_n.all():
             raise TrainingError(
-                f"{np.sum(~known_n)} of {len(known_n)} {self.unit}s are not in the reference: the data changed while "
-                f"they were read; remove {REFERENCE_FILE} of the run and start again, and it is computed anew"
+                f"{np.sum(~known_n)} of {len(known_n)} {self.unit}s are not in the reference: the "
+                f"data changed while they were read; remove {REFERENCE_FILE} of the run and start "
+                "again, and it is computed anew"
             )
         width = rows["tokens"].shape[1] // self.num_answers
         reference = np.zeros((len(place_n), self.num_answers, width), np.float32)
@@ -92,11 +95,16 @@ class Reference:
 
     def knows(self, samples: SampleRows, count: int) -> bool:
         """Reads the first `count` samples of a stream; returns whether all are known."""
-        batches = (range(first, min(first + _READ_SAMPLES, count)) for first in range(0, count, _READ_SAMPLES))
+        batches = (
+            range(first, min(first + _READ_SAMPLES, count))
+            for first in range(0, count, _READ_SAMPLES)
+        )
         return all(self._places(_hashes(samples.batch(list(batch))))[1].all() for batch in batches)
 
     def _places(self, hash_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices of samples, int64[n], and whether they are known, bool[n]; others have any index."""
+        """Returns the indices of samples, int64[n], and whether they are known, bool[n]; others
+        have any index.
+        """
         if not len(self.hashes_K):
             return np.zeros(len(hash_n), np.int64), np.zeros(len(hash_n), bool)
         place_n = np.minimum(np.searchsorted(self.hashes_K, hash_n), len(self.hashes_K) - 1)
@@ -105,8 +113,15 @@ class Reference:
     def to_bytes(self) -> bytes:
         """Serialises to a line of JSON, with a checksum of the rest, and the two arrays."""
         arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_KxA.astype("<f4").tobytes()
-        facts = {name: getattr(self, name) for name in ("num_samples", "num_held_out", "held_out", "origin")}
-        return json.dumps(facts | {"pairs": len(self.hashes_K), "crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
+        facts = {
+            name: getattr(self, name)
+            for name in ("num_samples", "num_held_out", "held_out", "origin")
+        }
+        return (
+            json.dumps(facts | {"pairs": len(self.hashes_K), "crc32": zlib.crc32(arrays)}).encode()
+            + b"\n"
+            + arrays
+        )
 
     @classmethod
     def read(cls, path: AnyPath, unit: str, num_answers: int) -> Reference | None:
@@ -134,7 +149,9 @@ def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> Reference |
 
 def digest_of(identity: object) -> str:
     """Returns a hash of a stream's identity."""
-    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(identity, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
 
 
 def _hashes(rows: RowArrays) -> np.ndarray:
@@ -181,16 +198,19 @@ class FoundReference(NamedTuple):
     """The reference of a run as an earlier start left it."""
 
     reference: Reference
-    missing: list[tuple[Stream | None, int, int]]  # of which streams it lacks which samples: first, behind the last
+    # of which streams it lacks which samples: first, behind the last
+    missing: list[tuple[Stream | None, int, int]]
     is_other: bool  # whether the file states other held-out samples
 
 
 def find_reference(
     path: AnyPath, new: Reference, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
 ) -> FoundReference:
-    """Returns what is known of the reference of all samples that a run reads: the file of an earlier start.
+    """Returns what is known of the reference of all samples that a run reads: the file of an
+    earlier start.
 
-    A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
+    A new run computes it from its parameters, whatever an attempt that was killed before its first
+    checkpoint left.
 
     Args:
       mark: of the first parameters (`RunOrigin.mark`).
@@ -205,9 +225,16 @@ def find_reference(
     identity = broadcast(lambda: digest_of(stream.identity if stream is not None else None))
     is_other = identity != known.held_out  # other samples, or a file made before it stated them
     if is_other:
-        is_known = all(gather(known.knows(stream.samples, held_out.num_samples) if stream is not None else True))
+        is_known = all(
+            gather(
+                known.knows(stream.samples, held_out.num_samples) if stream is not None else True
+            )
+        )
         known.num_held_out, known.held_out = held_out.num_samples if is_known else 0, identity
-    parts = [(read.stream, known.num_samples, read.num_samples), (stream, known.num_held_out, held_out.num_samples)]
+    parts = [
+        (read.stream, known.num_samples, read.num_samples),
+        (stream, known.num_held_out, held_out.num_samples),
+    ]
     known.num_samples = max(known.num_samples, read.num_samples)
     known.num_held_out = max(known.num_held_out, held_out.num_samples)
     return FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
@@ -226,16 +253,24 @@ class ReferencePass:
       name: name of the compiled program.
     """
 
-    def __init__(self, config: UpdateConfig, placement: Placement, batch_size: int, num_answers: int) -> None:
+    def __init__(
+        self, config: UpdateConfig, placement: Placement, batch_size: int, num_answers: int
+    ) -> None:
         mesh = placement.mesh
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
-        self._placement, self._shape, self._num_answers = placement, BatchShape(batch_size, 1), num_answers
+        self._placement, self._shape, self._num_answers = (
+            placement,
+            BatchShape(batch_size, 1),
+            num_answers,
+        )
         self.name = f"reference-{batch_size}"
         arrange = placement.arrange(batch_size)
 
         def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            answers, _ = score_answers(model.module(model.staged(params)), rows, model.row_shards, num_answers)
+            answers, _ = score_answers(
+                model.module(model.staged(params)), rows, model.row_shards, num_answers
+            )
             return row_hashes(jnp, rows.tokens, rows.segments, rows.weights), answers.logprobs_MxK
 
         self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
@@ -246,7 +281,8 @@ class ReferencePass:
     def __call__(
         self, score: jax.stages.Compiled, params: State, stream: Stream | None, first: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, A].
+        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n,
+        A].
 
         `score` is the compiled program; `stream` is None on a host without rows.
         """

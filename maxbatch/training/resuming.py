@@ -1,4 +1,6 @@
-"""Changes by a resume: keys and files that differ from the last session's, and the batch on other devices."""
+"""Changes by a resume: keys and files that differ from the last session's, and the batch on other
+devices.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
 
-def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_seen: int) -> list[str]:
+def changes_since(
+    run_dir: AnyPath, config: Config, plan: BatchPlan, samples_seen: int
+) -> list[str]:
     """Returns a line per change with this start of a run.
 
     Args:
@@ -35,7 +39,8 @@ def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_see
 
 
 def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
-    """Returns a line about inputs with other content than in the last session; empty if there are none.
+    """Returns a line about inputs with other content than in the last session; empty if there are
+    none.
 
     Args:
       before: the run's identity after the last session.
@@ -64,7 +69,11 @@ def _plan_before(run_dir: AnyPath, before: PlanConfig, plan: BatchPlan) -> Batch
     epoch = plan.samples_per_epoch
     try:
         return BatchPlan.from_config(
-            before, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
+            before,
+            last.num_devices,
+            last.num_hosts,
+            num_slices=last.num_slices,
+            samples_per_epoch=epoch,
         )
     except ConfigError:  # from a version with other rules
         return None
@@ -74,11 +83,15 @@ def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:
     """Returns whether two plans have the same batches from a position on."""
     begins = {stage.first_sample for plan in (old, new) for stage in plan.stages}
     positions = {samples_seen, *(begin for begin in begins if begin > samples_seen)}
-    return all(old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions)
+    return all(
+        old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions
+    )
 
 
 def _batch_line(old: BatchPlan, samples_seen: int) -> str:
-    """Returns a line on the last session's batch, if the same keys state another batch on these devices."""
+    """Returns a line on the last session's batch, if the same keys state another batch on these
+    devices.
+    """
     batch = old.manager.batch_size_at(samples_seen)
     keeps = f"global_batch_size={batch}"
     if len(old.stages) > 1:

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, batched, on any mesh.
 
-Rows of similar length share a program: the number of tokens before the last is rounded up to a power of two.
+Rows of similar length share a program: the number of tokens before the last is rounded up to a
+power of two.
 """
 
 from __future__ import annotations
@@ -42,12 +43,19 @@ class Scorer:
     """
 
     def __init__(
-        self, config: DecoderConfig, axes: MeshConfig, mesh: Mesh, params: State, most_rows: int | None = None
+        self,
+        config: DecoderConfig,
+        axes: MeshConfig,
+        mesh: Mesh,
+        params: State,
+        most_rows: int | None = None,
     ) -> None:
         model = ModelOnMesh(config, axes, mesh, BATCH_AXES)
         self._row_shards = model.row_shards
         parts = pipeline_microbatches(axes, mesh.shape["pipeline"])
-        self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        self._row_unit = math.lcm(
+            self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        )
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self.params, self._most_rows = params, most_rows
 
@@ -60,7 +68,9 @@ class Scorer:
             return found.logprobs_MxL, found.is_likeliest_MxL
 
         rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
-        self._score = jax.jit(score, in_shardings=(None, rows, rows, rows), out_shardings=NamedSharding(mesh, P()))
+        self._score = jax.jit(
+            score, in_shardings=(None, rows, rows, rows), out_shardings=NamedSharding(mesh, P())
+        )
 
     def __call__(self, rows: Sequence[np.ndarray]) -> list[RowScores]:
         """Returns the scores of each row of tokens."""
@@ -71,7 +81,9 @@ class Scorer:
                 length = max(self._least_length, 1 << (len(row) - 2).bit_length())
                 by_length.setdefault(length, []).append(number)
         for length, numbers in by_length.items():
-            most = self._row_unit * max(1, self._row_shards * _TOKENS_AT_ONCE // (length * self._row_unit))
+            most = self._row_unit * max(
+                1, self._row_shards * _TOKENS_AT_ONCE // (length * self._row_unit)
+            )
             most = min(most, self._whole_units(len(numbers)))
             if self._most_rows is not None:
                 most = self._whole_units(self._most_rows)
@@ -79,13 +91,17 @@ class Scorer:
                 some = numbers[begin : begin + most]
                 scores = self._batch([rows[number] for number in some], most, length)
                 for number, *of_row in zip(some, *scores, strict=False):
-                    found[number] = RowScores(*(score_L[: len(rows[number]) - 1] for score_L in of_row))
+                    found[number] = RowScores(
+                        *(score_L[: len(rows[number]) - 1] for score_L in of_row)
+                    )
         return found
 
     def _whole_units(self, rows: int) -> int:
         return self._row_unit * -(-rows // self._row_unit)
 
-    def _batch(self, rows: Sequence[np.ndarray], num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def _batch(
+        self, rows: Sequence[np.ndarray], num_rows: int, length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         tokens_MxL, segments_MxL, targets_MxL = np.zeros((3, num_rows, length), np.int32)
         for place, row in enumerate(rows):
             before = slice(len(row) - 1)

@@ -1,7 +1,7 @@
 """One run, from its config to its last checkpoint: feed, step, record, save.
 
-A task (`maxbatch.training.task`) defines the data of a step and its objective; the session restores, plans, records,
-evaluates, saves and stops.
+A task (`maxbatch.training.task`) defines the data of a step and its objective; the session
+restores, plans, records, evaluates, saves and stops.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.local_files import LostState
 from maxbatch.training.weights.origin import RunOrigin
-from maxbatch.training.weights.parameters import FirstParameters, load_parameters, open_source, open_state
+from maxbatch.training.weights.parameters import (
+    FirstParameters,
+    load_parameters,
+    open_source,
+    open_state,
+)
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -90,7 +95,9 @@ class Outcome(NamedTuple):
 
     @property
     def history(self) -> list[Record]:
-        """The records of all updates of the run, those before a resume included, read from its `metrics.jsonl`."""
+        """The records of all updates of the run, those before a resume included, read from its
+        `metrics.jsonl`.
+        """
         return read_metrics(self.run_dir)
 
     @property
@@ -100,7 +107,9 @@ class Outcome(NamedTuple):
         return history[-1] if history else None
 
     def parameters(self) -> dict[Any, Any]:
-        """Returns the parameters after the last update, read from its checkpoint; see `maxbatch.load_parameters`."""
+        """Returns the parameters after the last update, read from its checkpoint; see
+        `maxbatch.load_parameters`.
+        """
         return load_parameters(f"{self.run_dir.rstrip('/')}/checkpoints/{self.position.step}")
 
 
@@ -126,18 +135,23 @@ class RunContext:
 
     def __init__(self, config: Config, devices: Sequence[jax.Device], stack: ExitStack) -> None:
         self.config, self.devices, self.stack = config, devices, stack
-        use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
+        use_persistent_cache(
+            config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla")
+        )
         if is_first():
             check_loggers(config.log_to)
         self.console = TrainingConsole(quiet=not is_first())
         started = take_start()
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.lines_cut = 0  # updates whose lines this start cuts, since no state stands for them
-        if not (config.enable_checkpointing and config.local_checkpoint_directory):  # else a local state may go on
+        # else a local state may go on
+        if not (config.enable_checkpointing and config.local_checkpoint_directory):
             self._take_folder()
         self.identity = share_folder(self.folder)
         facts = computing_versions(), command_text()
-        log = SessionLog(self.folder, started, jax.process_count(), len(devices), is_first(), *facts)
+        log = SessionLog(
+            self.folder, started, jax.process_count(), len(devices), is_first(), *facts
+        )
         self.sessions = stack.enter_context(log)
         stack.enter_context(watching())
         self.stop = stack.enter_context(StopRequest())
@@ -146,12 +160,15 @@ class RunContext:
         self.own_end = OwnEnd()
 
     def _leave(self, signal_name: str) -> None:
-        """Ends the session's line and frees the folder, for a process that a signal ends before its first update."""
+        """Ends the session's line and frees the folder, for a process that a signal ends before its
+        first update.
+        """
         leave_sessions(signal_name)
         self.folder.leave()
 
     def _take_folder(self, lost: LostState | None = None) -> bool:
-        """Refuses a start that would begin anew over lines that states stand for, or removes both as configured.
+        """Refuses a start that would begin anew over lines that states stand for, or removes both
+        as configured.
 
         Args:
           lost: the newest local state, if none can be used.
@@ -161,9 +178,14 @@ class RunContext:
         """
 
         def look() -> tuple[bool, int]:
-            if (self.config.enable_checkpointing and last_saved(self.folder.path) is not None) or self.folder.is_fork:
+            if (
+                self.config.enable_checkpointing and last_saved(self.folder.path) is not None
+            ) or self.folder.is_fork:
                 return False, 0
-            overwrites, cut = check_beginning(self.folder, self.config.checkpoint, lost), last_line(self.folder.path)
+            overwrites, cut = (
+                check_beginning(self.folder, self.config.checkpoint, lost),
+                last_line(self.folder.path),
+            )
             if overwrites:
                 self.folder.discard_run()
             return overwrites, cut
@@ -172,7 +194,9 @@ class RunContext:
         return bool(overwrites)
 
     def begin_without_local_state(self, lost: LostState | None) -> bool:
-        """Checks the folder as `_take_folder` does where no local state can be used; returns whether it was emptied."""
+        """Checks the folder as `_take_folder` does where no local state can be used; returns
+        whether it was emptied.
+        """
         if not self._take_folder(lost):
             return False
         self.identity = share_folder(self.folder)
@@ -181,13 +205,19 @@ class RunContext:
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compiles a program for the devices, with the compiler's flags of the config."""
-        return compile_here(name, lower, program_options(self.config.libtpu_flags, self.devices, name))
+        return compile_here(
+            name, lower, program_options(self.config.libtpu_flags, self.devices, name)
+        )
 
     @property
     def source(self) -> tuple[str, str]:
-        """The config key and the path of the source of the first parameters; an empty path if they are made."""
+        """The config key and the path of the source of the first parameters; an empty path if they
+        are made.
+        """
         keys = ("load_full_state_path", "load_parameters_path")
-        return next(((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", ""))
+        return next(
+            ((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", "")
+        )
 
 
 class Session(Generic[B]):
@@ -200,7 +230,9 @@ class Session(Generic[B]):
       ConfigError: the config, the data or the checkpoint cannot be used; nothing is written before.
     """
 
-    def __init__(self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()) -> None:
+    def __init__(
+        self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()
+    ) -> None:
         self._context, self.opened, self._outputs = context, opened, outputs
         self._own_end = context.own_end
         self.config, self.console, self.folder = context.config, context.console, context.folder
@@ -228,8 +260,9 @@ class Session(Generic[B]):
             parameters = self._pin_origin(None)
         if self.checkpoints and not restored and self.folder.is_fork:
             raise ConfigError(
-                f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
-                "which is missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
+                f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it "
+                "was forked from, which is missing or damaged; remove this folder, and name "
+                "other checkpoints with --checkpoints"
             )
         position = self.position
         if restored:
@@ -250,22 +283,28 @@ class Session(Generic[B]):
         software = software_of(context.devices[0])
         self._changes: list[str] = []
         if self.position.step and is_first():
-            self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
+            self._changes = changes_since(
+                self.folder.path, self.config, self.plan, self.position.samples_seen
+            )
             self._changes += changed_reads(context.identity, reads)
             self._changes += changed_software(context.identity, software)
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
             from_checkpoint = restored is not None and self._restored_from == "checkpoints"
-            self._clock.stand_at(self.position.step, self.position.step if from_checkpoint else None)
+            self._clock.stand_at(
+                self.position.step, self.position.step if from_checkpoint else None
+            )
             self.folder.begin_again()
-            written = self.config.replaced({"overwrite_run": False})  # so that training from it overwrites nothing
+            # so that training from it overwrites nothing
+            written = self.config.replaced({"overwrite_run": False})
             self.folder.write("config.yml", dump_config(written))
             self.folder.note_session(reads, software)
             self._record_devices()
 
     def _begin_without_local_state(self) -> bool:
-        """Checks that a run with local checkpoints may begin at step 0, and empties its folder as configured.
+        """Checks that a run with local checkpoints may begin at step 0, and empties its folder as
+        configured.
 
         Where checkpoints in `run_dir` are damaged, the lines are kept beside them instead.
 
@@ -292,7 +331,9 @@ class Session(Generic[B]):
         return FirstParameters(origin, self.config.model)
 
     def _first_position(self, parameters: FirstParameters) -> Position:
-        """Returns the position that a new run begins at: 0, or where a MaxText run stood whose state it takes over."""
+        """Returns the position that a new run begins at: 0, or where a MaxText run stood whose
+        state it takes over.
+        """
         if not self.config.load_full_state_path:
             self._refuse_start_samples()
             return Position()
@@ -302,7 +343,10 @@ class Session(Generic[B]):
             return Position()
         start = self.config.start_samples
         return position_taken_over(
-            self.config.plan, None if start is None else int(start), source, lambda: self.opened.plan(NEW_RUN).plan
+            self.config.plan,
+            None if start is None else int(start),
+            source,
+            lambda: self.opened.plan(NEW_RUN).plan,
         )
 
     def _refuse_start_samples(self) -> None:
@@ -331,11 +375,17 @@ class Session(Generic[B]):
         if not (self.checkpoints and directory):
             return None
         return self._context.stack.enter_context(
-            closing(LocalCheckpoints(directory, self.folder.path, self._context.identity, self.checkpoints, warn))
+            closing(
+                LocalCheckpoints(
+                    directory, self.folder.path, self._context.identity, self.checkpoints, warn
+                )
+            )
         )
 
     def _restore(self) -> tuple[Restored | None, str]:
-        """Returns the newest state that is whole, of the local checkpoints or of those in `run_dir`, and which."""
+        """Returns the newest state that is whole, of the local checkpoints or of those in
+        `run_dir`, and which.
+        """
         if not self.checkpoints:
             return None, ""
         abstract, make = self.planned.abstract, self.planned.executable
@@ -358,8 +408,8 @@ class Session(Generic[B]):
                 else "eval_fraction=0.1,"
             )
             raise ConfigError(
-                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: {works} "
-                "or eval_dataset_path"
+                f"early_stopping_patience={patience}: counts evals, and nothing is held out; "
+                f"works: {works} or eval_dataset_path"
             )
         return built
 
@@ -392,18 +442,24 @@ class Session(Generic[B]):
         return self.position.step >= self.total_steps or self._ends_early(self.position)
 
     def _ends_early(self, position: Position) -> bool:
-        """Returns whether the eval loss has not fallen for `early_stopping_patience` evals in a row."""
+        """Returns whether the eval loss has not fallen for `early_stopping_patience` evals in a
+        row.
+        """
         patience = self.config.early_stopping_patience
         return patience is not None and position.best_eval.evals_since >= patience
 
     @property
     def _early_end(self) -> str:
-        """The reason why a run ended before its length, as the end of a line; empty if it did not."""
+        """The reason why a run ended before its length, as the end of a line; empty if it did
+        not.
+        """
         if not self._ends_early(self.position):
             return ""
         best = self.position.best_eval
         lowest = (
-            "no eval had a finite loss" if best.loss is None else f"the lowest is {best.loss:.4f}, of step {best.step}"
+            "no eval had a finite loss"
+            if best.loss is None
+            else f"the lowest is {best.loss:.4f}, of step {best.step}"
         )
         if self.checkpoints and self.checkpoints.has_best(best.step):
             lowest += ", in checkpoints/best"
@@ -414,7 +470,8 @@ class Session(Generic[B]):
         """Takes all remaining updates, or those until a stop is requested.
 
         Raises:
-          DivergedError: `max_consecutive_skips` updates in a row were not finite, or all updates of the run.
+          DivergedError: `max_consecutive_skips` updates in a row were not finite, or all updates of
+            the run.
           TrainingError: the disk is full, or no update had a loss.
         """
         if self.built is None:
@@ -435,7 +492,9 @@ class Session(Generic[B]):
                 unit, held_out_by = self.opened.data.unit, "eval_fraction or eval_dataset_path"
                 if "stream" in own_parts_of(self.config.own_parts):
                     held_out_by = "eval_stream=, or eval_fraction of a stream with a length,"
-                self.console.print(f"no evals: no {unit} are held out; {held_out_by} holds some out")
+                self.console.print(
+                    f"no evals: no {unit} are held out; {held_out_by} holds some out"
+                )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(TimePart.UPDATES_LOST):  # kept once they are recorded
                 state = self.train(running, state, recorder, profiler)
@@ -443,7 +502,9 @@ class Session(Generic[B]):
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
-        self._context.stop.signal_name = self._own_end.settle(self._fate_of_own_end) or self._context.stop.signal_name
+        self._context.stop.signal_name = (
+            self._own_end.settle(self._fate_of_own_end) or self._context.stop.signal_name
+        )
         if self._local and self.is_complete:
             self._local.remove()
         with self._clock.during(TimePart.EVAL):
@@ -455,17 +516,23 @@ class Session(Generic[B]):
             self._local.remove()
         longer = "early_stopping_patience" if self._early_end else "its length"
         self.console.print(
-            f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}"
-            f"{self._early_end}. To continue, raise {longer}; for a new run, give another run_dir."
+            f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, "
+            f"{self._samples_seen}{self._early_end}. To continue, raise {longer}; for a new run, "
+            "give another run_dir."
         )
         return Outcome(self.position, None, self.config.run_dir)
 
-    def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> tuple[Recorder, ShowText]:
-        """Returns the recorder of the updates ahead, and where texts go; `stack` closes the places of both."""
+    def open_recorder(
+        self, compiles: CompileCounter, stack: ExitStack
+    ) -> tuple[Recorder, ShowText]:
+        """Returns the recorder of the updates ahead, and where texts go; `stack` closes the places
+        of both.
+        """
         show: ShowText = lambda step, name, text: None  # noqa: E731  this host writes no TensorBoard events
         opened: list[Output] = []
         for output in self._open_outputs() if is_first() else ():
-            opened.append(stack.enter_context(closing(output)))  # one by one: a later one may fail to open
+            # one by one: a later one may fail to open
+            opened.append(stack.enter_context(closing(output)))
             if isinstance(output, Board):
                 show = output.text
                 output.settings(settings_of(self.config))
@@ -475,7 +542,9 @@ class Session(Generic[B]):
             self.config.peak_tflops_per_device,
             self.config.quantization,
         )
-        return Recorder(self._recording, self.plan.manager, self.position, compiles, meter, opened), show
+        return Recorder(
+            self._recording, self.plan.manager, self.position, compiles, meter, opened
+        ), show
 
     def _doing(self) -> str:
         """Returns the activity of the run, for a line about a wait."""
@@ -483,23 +552,44 @@ class Session(Generic[B]):
 
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
-        self._lines = MetricsLog(self.folder, step, self.position.samples_seen, warn, self.position.taken_over)
+        self._lines = MetricsLog(
+            self.folder, step, self.position.samples_seen, warn, self.position.taken_over
+        )
         yield self._lines
         yield _KeptUpdates(self._clock)
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        log_period, counted = self._recording.log_period, TrainedRecipe.of(self.config.recipe).counted
+        log_period, counted = (
+            self._recording.log_period,
+            TrainedRecipe.of(self.config.recipe).counted,
+        )
         samples = self.plan.total_samples if self.plan.rl is None else None
-        yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted, samples)
-        yield from (OwnOutput(output, place, self._own_end) for place, output in enumerate(self._outputs))
+        yield RunProgress(
+            self.console,
+            self.total_steps,
+            step,
+            num_stages,
+            log_period,
+            self._doing,
+            counted,
+            samples,
+        )
+        yield from (
+            OwnOutput(output, place, self._own_end) for place, output in enumerate(self._outputs)
+        )
 
-    def train(self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler) -> TrainState:
-        """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
+    def train(
+        self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler
+    ) -> TrainState:
+        """Trains on the fed batches. A run stops and is saved between batches; a batch may serve
+        several updates.
+        """
         config = self.config
         settings = UpdatePlan.from_config(config.plan, self.plan.manager)
-        first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
+        # last update that ended its batch
+        first_step, last_end = self.position.step + 1, self.position.step
         recorder.restart_clock()
         for batch in self._until_own_end(running.feed):
             step = batch.planned.step
@@ -507,12 +597,14 @@ class Session(Generic[B]):
                 break
             self.folder.check()
             profiler.before(step)
-            with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
+            # the update of a rate that float32 cannot hold is skipped
+            with np.errstate(over="ignore"):
                 state, update = running.step(state, batch, settings)
             self._context.stop.must_save()
             self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
             if self._local:
-                self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
+                # before a later update is recorded, so that a restart repeats one period at most
+                self._local.settle()
             recorder.add(update)
             self._context.background.check()
             if step == first_step:
@@ -521,15 +613,26 @@ class Session(Generic[B]):
             ends_batch = batch.planned.end_sample > batch.planned.first_sample
             is_last = step == self.total_steps
             saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
-            evaluates = ends_batch and running.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
+            evaluates = (
+                ends_batch
+                and running.evaluates
+                and (is_last or is_due(config.eval_interval, last_end, step))
+            )
             keeps = self._local is not None and ends_batch and not is_last
             keeps = keeps and is_due(config.local_checkpoint_period, last_end, step)
             pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
-            # An output that raises ends the run after the update that it was given, so the next one waits for it.
+            # An output that raises ends the run after the update that it was given, so the next one
+            # waits for it.
             if pauses or running.takes_turns or self._outputs:
-                recorder.catch_up(partial(self._evaluate, running, state, step) if evaluates else None)
+                recorder.catch_up(
+                    partial(self._evaluate, running, state, step) if evaluates else None
+                )
             ends_early = evaluates and self._ends_early(recorder.position)
-            is_best = evaluates and config.keep_best_checkpoint and recorder.position.best_eval.step == step
+            is_best = (
+                evaluates
+                and config.keep_best_checkpoint
+                and recorder.position.best_eval.step == step
+            )
             if pauses:
                 profiler.after(step)
                 if saves or ends_early or is_best:
@@ -559,7 +662,9 @@ class Session(Generic[B]):
         with self._clock.during(TimePart.EVAL):
             return running.evaluate(state, step)
 
-    def _save(self, running: Running[B], state: TrainState, recorder: Recorder, is_extra: bool = False) -> None:
+    def _save(
+        self, running: Running[B], state: TrainState, recorder: Recorder, is_extra: bool = False
+    ) -> None:
         check_watched()
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             with self._clock.during(TimePart.CHECKPOINTS):
@@ -578,7 +683,9 @@ class Session(Generic[B]):
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
-        """Re-raises a failure of the store in mid-run as PassingFault, naming the last checkpoint."""
+        """Re-raises a failure of the store in mid-run as PassingFault, naming the last
+        checkpoint.
+        """
         try:
             yield
         except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
@@ -595,19 +702,27 @@ class Session(Generic[B]):
     def _compile_rest(self, running: Running[B]) -> None:
         running.compile_rest()
         if self.checkpoints:
-            self.checkpoints.compile(self.planned.abstract, self._context.background, self.planned.executable)
+            self.checkpoints.compile(
+                self.planned.abstract, self._context.background, self.planned.executable
+            )
         if self._local:
             self._local.compile(self.planned.abstract, self._context.background)
 
     def _introduce(self, built: Built[B]) -> None:
-        """Prints the plan before training: the batch as an equation, the ramp, the model and its devices."""
+        """Prints the plan before training: the batch as an equation, the ramp, the model and its
+        devices.
+        """
         self.console.print(folded(equation(self.plan), 2, self.console.width))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
         for line in (*built.introduction, *self._changes):
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.opened.data
-        epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
+        epoch = (
+            ""
+            if data.samples_per_epoch is None
+            else f", {data.samples_per_epoch:,} {data.unit} an epoch"
+        )
         where = f"step {step}, after {samples_seen:,} {data.unit}"
         is_taken_over = step > 0 and step == self.position.taken_over
         resumed = f", resumed at {where}, from {self._restored_from}" if step else ""
@@ -620,18 +735,22 @@ class Session(Generic[B]):
             cut = counted(self._context.lines_cut, "update")
             resumed = f", begun anew: {cut} of an earlier start are in no checkpoint"
         self.console.print(
-            f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | {self.config.run_dir}{resumed}"
+            f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | "
+            f"{self.config.run_dir}{resumed}"
         )
         if is_taken_over:
             known = (
-                f"from here on the {data.unit} are those of this run's stream; which rows MaxText had read is not known"
+                f"from here on the {data.unit} are those of this run's stream; which rows MaxText "
+                "had read is not known"
             )
             self.console.print(folded(known, 2, self.console.width))
         for text in data.notes:
             self.console.print(folded(f"{self.config.dataset_path}: {text}", 2, self.console.width))
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name
-            self.console.print(f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}")
+            self.console.print(
+                f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}"
+            )
 
     def _check_result(self, why_untrained: str) -> None:
         """Raises TrainingError for a run none of whose updates had a finite loss and gradient."""
@@ -642,8 +761,8 @@ class Session(Generic[B]):
         where = f"{self.config.run_dir}: none of its {own_updates} updates changed the parameters"
         if position.skipped_updates:
             raise DivergedError(
-                f"{where}: {position.skipped_updates} had a gradient or a new state that is not finite; lower "
-                "learning_rate, or look at the parameters that it started from"
+                f"{where}: {position.skipped_updates} had a gradient or a new state that is not "
+                "finite; lower learning_rate, or look at the parameters that it started from"
             )
         raise TrainingError(f"{where}: {why_untrained}")
 
@@ -660,7 +779,9 @@ class Session(Generic[B]):
                 self.console.print(line)
         else:
             fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
-            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command continues.")
+            self.console.print(
+                f"stopped by {stopped_by} at {where}; {fate}. The same command continues."
+            )
         return Outcome(self.position, stopped_by, self.config.run_dir)
 
     @property
@@ -669,7 +790,9 @@ class Session(Generic[B]):
 
 
 def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> Resume:
-    return Resume(position.step, position.samples_seen, hosts[0], hosts[1], position.samples_planned)
+    return Resume(
+        position.step, position.samples_seen, hosts[0], hosts[1], position.samples_planned
+    )
 
 
 def parameters_in_words(abstract: TrainState) -> str:
@@ -691,7 +814,7 @@ def _short(number: int) -> str:
 def is_due(period: int, last_end: int, step: int) -> bool:
     """Returns whether an action of every `period` updates is due after `step` updates.
 
-    A run pauses only where a batch ends, the last time after `last_end` updates. A multiple of the period since then
-    makes it due.
+    A run pauses only where a batch ends, the last time after `last_end` updates. A multiple of the
+    period since then makes it due.
     """
     return step // period > last_end // period

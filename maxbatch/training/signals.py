@@ -22,8 +22,8 @@ _CALLS = count(1)  # counts the calls of `before_update` in this process, over a
 class StopRequest(Stopping):
     """A request to stop the run; a second SIGINT stops it at once.
 
-    With several hosts, JAX's preemption service listens for SIGTERM (a Python handler would silence it) and lets them
-    agree on the update; the other signals are forwarded to it.
+    With several hosts, JAX's preemption service listens for SIGTERM (a Python handler would silence
+    it) and lets them agree on the update; the other signals are forwarded to it.
 
     A context manager; off the main thread, where Python delivers no signals, it stays unset.
     """
@@ -42,7 +42,8 @@ class StopRequest(Stopping):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end_unless_saving(self, record: Callable[[str], None]) -> None:
-        """Has a signal end the process from now on, until `must_save`; `record` is called with its name before.
+        """Has a signal end the process from now on, until `must_save`; `record` is called with its
+        name before.
 
         Several hosts have to agree, and a process of the user's own is not ours to end.
         """
@@ -51,17 +52,22 @@ class StopRequest(Stopping):
             def end(name: str) -> None:
                 recorder = threading.Thread(target=record, args=(name,), daemon=True)
                 recorder.start()
-                recorder.join(_RECORD_S)  # no longer: the thread that trains may hold what it waits for
+                # no longer: the thread that trains may hold what it waits for
+                recorder.join(_RECORD_S)
                 end_unsaved(name)
 
             self.end_at_once = end
 
     def must_save(self) -> None:
-        """Has a signal stop the run after the current update: there is something to save from now on."""
+        """Has a signal stop the run after the current update: there is something to save from now
+        on.
+        """
         self.end_at_once = None
 
     def before_update(self) -> bool:
-        """Returns whether to stop before the next update; all hosts call it and get the same result."""
+        """Returns whether to stop before the next update; all hosts call it and get the same
+        result.
+        """
         if not self._several_hosts:
             return self.is_asked
         # The hosts agree on the call after the latest one made by any of them.

@@ -1,4 +1,6 @@
-"""A run that goes on with a MaxText run: where it stands in the stream, which MaxText's own state does not say."""
+"""A run that goes on with a MaxText run: where it stands in the stream, which MaxText's own state
+does not say.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from maxbatch.training.update.state import TrainState, first_average
 
 
 def position_taken_over(
-    config: PlanConfig, start_samples: int | None, source: MaxTextCheckpoint, plan_from_start: Callable[[], BatchPlan]
+    config: PlanConfig,
+    start_samples: int | None,
+    source: MaxTextCheckpoint,
+    plan_from_start: Callable[[], BatchPlan],
 ) -> Position:
     """Returns the position after the updates that a MaxText state holds.
 
-    With one constant global batch the updates say how many samples were read. Otherwise the devices of the MaxText run
-    decide, and `start_samples` must state it.
+    With one constant global batch the updates say how many samples were read. Otherwise the devices
+    of the MaxText run decide, and `start_samples` must state it.
 
     Args:
       start_samples: the samples that its updates read, as the config states them; None: not stated.
@@ -36,15 +41,18 @@ def position_taken_over(
     if samples is None:
         here = plan_from_start().manager.position_after(updates)
         raise ConfigError(
-            f"{source.stated}: its {updates} updates read as many samples as its "
-            "devices gave, unless global_batch_size states one batch; state them; on the devices at hand works: "
-            f"start_samples={here}"
+            f"{source.stated}: its {updates} updates read as many samples as its devices gave, "
+            "unless global_batch_size states one batch; state them; on the devices at hand "
+            f"works: start_samples={here}"
         )
     return Position(step=updates, samples_seen=samples, taken_over=updates)
 
 
-def state_taken_over(model: ModelConfig, source: MaxTextCheckpoint, abstract: TrainState) -> TrainState:
-    """Reads parameters and optimizer state onto the shardings of `abstract`; an average starts as the parameters.
+def state_taken_over(
+    model: ModelConfig, source: MaxTextCheckpoint, abstract: TrainState
+) -> TrainState:
+    """Reads parameters and optimizer state onto the shardings of `abstract`; an average starts as
+    the parameters.
 
     Raises:
       ConfigError: the state is damaged, or of another model or optimizer.
@@ -55,7 +63,9 @@ def state_taken_over(model: ModelConfig, source: MaxTextCheckpoint, abstract: Tr
 
 
 def _samples_by_the_batch(config: PlanConfig, updates: int) -> int | None:
-    """Returns the samples of so many updates if the config states one constant global batch; else None."""
+    """Returns the samples of so many updates if the config states one constant global batch; else
+    None.
+    """
     batches = stated_batches(config)
     if batches is None or len({batch for _, batch in batches}) > 1:
         return None

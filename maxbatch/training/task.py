@@ -2,9 +2,10 @@
 
 Each phase is a frozen value, made by a method of the one before it:
 
-    opened.plan(resume) -> planned      the data are open; what follows from config, devices and position is planned
-    planned.build(start) -> built       whatever the updates read is open, and whatever can be refused has been
-    built.run(restored, stack) -> running, state      the first update is compiled, and the batches are on their way
+    opened.plan(resume) -> planned      the data are open; what follows from config, devices and
+    position is planned planned.build(start) -> built       whatever the updates read is open, and
+    whatever can be refused has been built.run(restored, stack) -> running, state      the first
+    update is compiled, and the batches are on their way
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def check_same_data(stated: str, own: Mapping[str, object]) -> None:
     Raises:
       ConfigError: the data of some hosts differ.
     """
-    check_agreed({key: str(value) for key, value in own.items()}, "give every host the same files", f"{stated}: ")
+    check_agreed(
+        {key: str(value) for key, value in own.items()},
+        "give every host the same files",
+        f"{stated}: ",
+    )
 
 
 class TaskModel(NamedTuple):
@@ -71,7 +76,8 @@ class Dispatched(NamedTuple):
     data_wait_s: float  # time that the update waited for its batch
     metrics: StepMetrics
     figures: Mapping[str, object] = {}  # further fields of its record, by name
-    samples_planned: int | None = None  # after it, if its batch may read more samples than it trains on
+    # after it, if its batch may read more samples than it trains on
+    samples_planned: int | None = None
 
 
 class Start(NamedTuple):
@@ -83,7 +89,8 @@ class Start(NamedTuple):
     parameters: FirstParameters
 
 
-ShowText = Callable[[int, str, str], None]  # takes a step, a name and a text, which is shown beside the metrics
+# takes a step, a name and a text, which is shown beside the metrics
+ShowText = Callable[[int, str, str], None]
 
 
 class TaskBatch(Protocol):
@@ -110,11 +117,15 @@ class Opened(Protocol[B]):
 
     @property
     def source(self) -> tuple[str, str]:
-        """The config key and the path of the source of the first parameters; an empty path if they are made."""
+        """The config key and the path of the source of the first parameters; an empty path if they
+        are made.
+        """
 
     @property
     def why_untrained(self) -> str:
-        """The reason why no update of a run that has ended had anything to train on, and a remedy."""
+        """The reason why no update of a run that has ended had anything to train on, and a
+        remedy.
+        """
 
     def plan(self, resume: Resume) -> Planned[B]:
         """Plans the run from a position on."""
@@ -139,9 +150,11 @@ class Planned(Protocol[B]):
         """Returns a compiled program."""
 
     def build(self, start: Start) -> Built[B]:
-        """Opens whatever the updates ahead read besides the training data; all hosts must read the same.
+        """Opens whatever the updates ahead read besides the training data; all hosts must read the
+        same.
 
-        The source of the first parameters is opened if this start reads it, before the warm start of a new run not.
+        The source of the first parameters is opened if this start reads it, before the warm start
+        of a new run not.
         """
 
 
@@ -160,8 +173,11 @@ class Built(Protocol[B]):
     def introduction(self) -> Sequence[str]:
         """Lines to print before the run starts."""
 
-    def run(self, restored: TrainState | None, show: ShowText, stack: ExitStack) -> tuple[Running[B], TrainState]:
-        """Compiles the first update and returns the state to start from: the restored one or a first one.
+    def run(
+        self, restored: TrainState | None, show: ShowText, stack: ExitStack
+    ) -> tuple[Running[B], TrainState]:
+        """Compiles the first update and returns the state to start from: the restored one or a
+        first one.
 
         `show` takes the texts of evals; `stack` ends the feed and closes the files.
         """
@@ -182,17 +198,23 @@ class Running(Protocol[B]):
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate."""
 
-    def step(self, state: TrainState, batch: B, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
+    def step(
+        self, state: TrainState, batch: B, settings: UpdatePlan
+    ) -> tuple[TrainState, Dispatched]:
         """Dispatches one update."""
 
     def compile_rest(self) -> None:
-        """Starts compiling in the background the programs that training needs after its first update."""
+        """Starts compiling in the background the programs that training needs after its first
+        update.
+        """
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         """Returns figures of the state after `step` updates, by the names of the metrics."""
 
     def ahead(self) -> bytes | None:
-        """Returns what a checkpoint must hold for the batches ahead besides state and position; None: nothing."""
+        """Returns what a checkpoint must hold for the batches ahead besides state and position;
+        None: nothing.
+        """
 
     @property
     def why_untrained(self) -> str:

@@ -1,8 +1,9 @@
-"""A small trainer in NumPy, sound or with a fault that trainers have: the subject of the tests of an audit.
+"""A small trainer in NumPy, sound or with a fault that trainers have: the subject of the tests of
+an audit.
 
-A model of bigrams with one hidden layer, trained by descent, momentum or AdamW. A piece of a batch, which is the rows
-of one device in one pass, gives the mean loss of its trained tokens and its gradient, unless a fault says otherwise;
-`Trainer.step` puts the pieces together.
+A model of bigrams with one hidden layer, trained by descent, momentum or AdamW. A piece of a batch,
+which is the rows of one device in one pass, gives the mean loss of its trained tokens and its
+gradient, unless a fault says otherwise; `Trainer.step` puts the pieces together.
 
 Shapes: B rows of a batch, L tokens in a row, D embedding, V vocabulary.
 """
@@ -69,9 +70,19 @@ class Trainer:
     """
 
     def __init__(
-        self, layout: Layout, fault: str = "", optimizer: str = "sgd", reports_loss: bool = True, seed: int = 0
+        self,
+        layout: Layout,
+        fault: str = "",
+        optimizer: str = "sgd",
+        reports_loss: bool = True,
+        seed: int = 0,
     ) -> None:
-        self.layout, self.optimizer, self.reports_loss, self.seed = layout, optimizer, reports_loss, seed
+        self.layout, self.optimizer, self.reports_loss, self.seed = (
+            layout,
+            optimizer,
+            reports_loss,
+            seed,
+        )
         self.faults = set(fault.split(" and ")) - {""}
         if unknown := self.faults - set(FAULTS):
             raise ValueError(f"no fault is called {unknown}")
@@ -82,7 +93,10 @@ class Trainer:
         shapes: dict[str, tuple[int, ...]] = {"table": (V, D), "out": (D, V), "bias": (V,)}
         if "zero gradient" in self.faults:
             shapes["shift"] = ()
-        params = {name: np.asarray(draw.normal(0, 0.5, shape), np.float32) for name, shape in shapes.items()}
+        params = {
+            name: np.asarray(draw.normal(0, 0.5, shape), np.float32)
+            for name, shape in shapes.items()
+        }
         if "pure bf16" in self.faults:
             params = {name: array.astype(bfloat16) for name, array in params.items()}
         zeros = {name: np.zeros_like(array) for name, array in params.items()}
@@ -133,7 +147,9 @@ class Trainer:
             sums = {name: (sums[name] + gradient[name]).astype(kind) for name in sums}
             if "decay per pass" in self.faults:
                 sums = {name: (sums[name] + 0.01 * params[name]).astype(kind) for name in sums}
-            loss += (float(is_last) if "last micro-batch's loss" in self.faults else share) * of_piece
+            loss += (
+                float(is_last) if "last micro-batch's loss" in self.faults else share
+            ) * of_piece
         if "clipping" in self.faults:
             sums = _clipped(sums)
         state = self._updated(state | {"statistics": statistics}, sums)
@@ -142,7 +158,11 @@ class Trainer:
 
     def _pieces(self, batch: Batch) -> list[Batch]:
         """Returns the rows of every device in every pass."""
-        rows, per_pass, devices = len(batch["tokens"]), self.layout.rows_per_pass, self.layout.num_devices
+        rows, per_pass, devices = (
+            len(batch["tokens"]),
+            self.layout.rows_per_pass,
+            self.layout.num_devices,
+        )
         if "rows dropped" in self.faults:
             rows -= rows % (self.layout.gradient_accumulation_steps * devices)
             per_pass = rows // self.layout.gradient_accumulation_steps
@@ -152,29 +172,47 @@ class Trainer:
             bounds += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         return [{name: array[a:b] for name, array in batch.items()} for a, b in bounds]
 
-    def _mean(self, params: Params, batch: Batch, number: int) -> tuple[float, float, Params, Params]:
-        """Returns the mean loss of the trained tokens of a piece, their number, the gradient, and batch statistics."""
+    def _mean(
+        self, params: Params, batch: Batch, number: int
+    ) -> tuple[float, float, Params, Params]:
+        """Returns the mean loss of the trained tokens of a piece, their number, the gradient, and
+        batch statistics.
+        """
         kind = bfloat16 if self.faults & {"bf16 autocast", "pure bf16"} else np.float32
         used = {name: array.astype(kind).astype(np.float32) for name, array in params.items()}
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         weights, count = self._weights(batch)
-        scale = np.float32(1 / max(count, 1e-9)) if "0 / 0" not in self.faults else np.float32(1) / np.float32(count)
+        scale = (
+            np.float32(1 / max(count, 1e-9))
+            if "0 / 0" not in self.faults
+            else np.float32(1) / np.float32(count)
+        )
         h_BxLxD = used["table"][inputs]
         keep = self._kept(h_BxLxD.shape, number)
         h_BxLxD = h_BxLxD * keep
         mean, variance = np.zeros(D, np.float32), np.ones(D, np.float32)
         if self.faults & {"batch norm", "running statistics"}:
             mean, variance = h_BxLxD.mean((0, 1)), h_BxLxD.var((0, 1))
-        inverse = 1 / np.sqrt(variance + np.float32(1e-3)) if "batch norm" in self.faults else np.ones(D, np.float32)
+        inverse = (
+            1 / np.sqrt(variance + np.float32(1e-3))
+            if "batch norm" in self.faults
+            else np.ones(D, np.float32)
+        )
         x_BxLxD = (h_BxLxD - mean) * inverse if "batch norm" in self.faults else h_BxLxD
         x_BxLxD = x_BxLxD.astype(kind).astype(np.float32)
-        logits = (x_BxLxD @ used["out"] + used["bias"] + used.get("shift", 0)).astype(kind).astype(np.float32)
+        logits = (
+            (x_BxLxD @ used["out"] + used["bias"] + used.get("shift", 0))
+            .astype(kind)
+            .astype(np.float32)
+        )
         logits -= logits.max(-1, keepdims=True)
         chances = np.exp(logits)
         chances /= chances.sum(-1, keepdims=True)
         hit = np.take_along_axis(chances, targets[..., None], -1)[..., 0]
         with np.errstate(all="ignore"):
-            by_logits = (chances - np.eye(V, dtype=np.float32)[targets]) * weights[..., None] * scale
+            by_logits = (
+                (chances - np.eye(V, dtype=np.float32)[targets]) * weights[..., None] * scale
+            )
             loss = float(-(np.log(hit) * weights).sum() * scale)
         by_logits = by_logits.astype(kind).astype(np.float32)
         by_x = (by_logits @ used["out"].T).astype(kind).astype(np.float32)
@@ -189,20 +227,33 @@ class Trainer:
             "shift": np.asarray(by_logits.sum()),
         }
         gradient = {name: gradient[name] for name in params}
-        return loss, count, gradient, {"mean": mean.astype(np.float32), "variance": variance.astype(np.float32)}
+        return (
+            loss,
+            count,
+            gradient,
+            {"mean": mean.astype(np.float32), "variance": variance.astype(np.float32)},
+        )
 
     def _kept(self, shape: tuple[int, ...], number: int) -> np.ndarray:
         """Returns the factors by which dropout multiplies the inputs of the layer."""
-        rates = {"dropout": 0.3, "a little dropout": 0.05, "dropout by device": 0.3,
-                 "dropout of features by device": 0.3}  # fmt: skip
+        rates = {
+            "dropout": 0.3,
+            "a little dropout": 0.05,
+            "dropout by device": 0.3,
+            "dropout of features by device": 0.3,
+        }
         rate = max((rates[fault] for fault in self.faults & rates.keys()), default=0.0)
         if "dropout by device" in self.faults or "dropout of features by device" in self.faults:
             number %= self.layout.num_devices
-        drawn = np.random.default_rng(number).random(D if "dropout of features by device" in self.faults else shape)
+        drawn = np.random.default_rng(number).random(
+            D if "dropout of features by device" in self.faults else shape
+        )
         return ((drawn >= rate) / (1 - rate)).astype(np.float32)
 
     def _weights(self, batch: Batch) -> tuple[np.ndarray, float]:
-        """Returns the weight of each token of a piece, and the number that their sum is divided by."""
+        """Returns the weight of each token of a piece, and the number that their sum is
+        divided by.
+        """
         weights = batch["weights"][:, 1:].astype(np.float32)
         if "mask ignored" in self.faults:
             weights = np.ones_like(weights)
@@ -215,13 +266,21 @@ class Trainer:
             weights = weights / np.maximum(of_row, 1)
         return weights, count
 
-    def _with_term(self, params: Params, batch: Batch, gradient: np.ndarray) -> tuple[float, np.ndarray]:
-        """Returns a mean over the trained tokens of a piece, and the gradient by the output with that of this term."""
+    def _with_term(
+        self, params: Params, batch: Batch, gradient: np.ndarray
+    ) -> tuple[float, np.ndarray]:
+        """Returns a mean over the trained tokens of a piece, and the gradient by the output with
+        that of this term.
+        """
         weights = batch["weights"][:, 1:]
         if not weights.any():
             return 0.0, gradient
-        x_D = np.average(params["table"][batch["tokens"][:, :-1]].reshape(-1, D), 0, weights.ravel())
-        return float(0.1 * (x_D @ params["out"]).sum()), (gradient + 0.1 * x_D[:, None]).astype(gradient.dtype)
+        x_D = np.average(
+            params["table"][batch["tokens"][:, :-1]].reshape(-1, D), 0, weights.ravel()
+        )
+        return float(0.1 * (x_D @ params["out"]).sum()), (gradient + 0.1 * x_D[:, None]).astype(
+            gradient.dtype
+        )
 
     def _updated(self, state: Any, gradient: Params) -> Any:
         params, kind = state["params"], state["params"]["out"].dtype
@@ -231,26 +290,38 @@ class Trainer:
         gradient = {name: g.astype(np.float32) for name, g in gradient.items()}
         m, v, steps = state["m"], state["v"], gradient
         if self.optimizer != "sgd":
-            m = {name: (0.9 * m[name].astype(np.float32) + 0.1 * g).astype(kind) for name, g in gradient.items()}
+            m = {
+                name: (0.9 * m[name].astype(np.float32) + 0.1 * g).astype(kind)
+                for name, g in gradient.items()
+            }
             steps = {name: x.astype(np.float32) for name, x in m.items()}
         if self.optimizer == "adamw":
             rate *= 0.2
-            v = {name: (0.99 * v[name].astype(np.float32) + 0.01 * g * g).astype(kind) for name, g in gradient.items()}
+            v = {
+                name: (0.99 * v[name].astype(np.float32) + 0.01 * g * g).astype(kind)
+                for name, g in gradient.items()
+            }
             eps = 1e-2 if "large epsilon" in self.faults else 1e-8
             steps = {
-                name: m[name].astype(np.float32) / (1 - 0.9**t)
+                name: m[name].astype(np.float32)
+                / (1 - 0.9**t)
                 / (np.sqrt(v[name].astype(np.float32) / (1 - 0.99**t)) + eps)
                 + 0.01 * params[name].astype(np.float32)
                 for name in gradient
-            }  # fmt: skip
-        new = {name: np.asarray(array.astype(np.float32) - np.float32(rate) * steps[name]).astype(kind)
-               for name, array in params.items()}  # fmt: skip
+            }
+        new = {
+            name: np.asarray(array.astype(np.float32) - np.float32(rate) * steps[name]).astype(kind)
+            for name, array in params.items()
+        }
         return state | {"params": new, "m": m, "v": v, "updates": t}
 
 
 def _clipped(gradient: Params, most: float = 0.3) -> Params:
     norm = float(np.sqrt(sum((g.astype(np.float32) ** 2).sum() for g in gradient.values())))
-    return {name: (g * np.float32(min(1.0, most / max(norm, 1e-9)))).astype(g.dtype) for name, g in gradient.items()}
+    return {
+        name: (g * np.float32(min(1.0, most / max(norm, 1e-9)))).astype(g.dtype)
+        for name, g in gradient.items()
+    }
 
 
 def maker(

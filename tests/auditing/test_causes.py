@@ -14,7 +14,8 @@ from maxbatch.cli import main
 from tests.auditing.numpy_trainer import FAULTS, Trainer, maker
 
 PLANTED = "from tests.auditing.numpy_trainer import maker\nmake = maker('{}')\n"
-# Sound, and rounded: neither is a fault. The parameters in bfloat16 round by more than the order of a sum changes.
+# Sound, and rounded: neither is a fault. The parameters in bfloat16 round by more than the order of
+# a sum changes.
 SOUND = (
     "",
     "clipping",
@@ -68,7 +69,10 @@ def test_a_cause_is_the_planted_one_or_none(optimizer: str) -> None:
 @pytest.mark.runs
 def test_a_cause_is_the_planted_one_or_none_without_a_loss() -> None:
     for fault in ("batch norm", "clipping per pass", "dropout", "mean of means", "sum", "0 / 0"):
-        causes = {each.cause for each in maxbatch.audit(maker(fault, "adamw", reports_loss=False), seed=1).broken}
+        causes = {
+            each.cause
+            for each in maxbatch.audit(maker(fault, "adamw", reports_loss=False), seed=1).broken
+        }
         assert causes and causes <= {*FAULTS[fault], None}, (fault, causes)
 
 
@@ -100,7 +104,9 @@ def test_a_run_that_differs_when_it_is_repeated_is_not_repeatable() -> None:
 def test_json_gives_a_documented_cause_or_null_and_the_text_no_other_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("trainer.py").write_text("from tests.auditing.numpy_trainer import maker\nmake = maker('clipping per pass')\n")
+    Path("trainer.py").write_text(
+        "from tests.auditing.numpy_trainer import maker\nmake = maker('clipping per pass')\n"
+    )
     assert main(["audit", "trainer.py:make", "--json"]) == 1
     promises = json.loads(capsys.readouterr().out)["promises"]
     assert {each["cause"] for each in promises} == {None}
@@ -113,7 +119,10 @@ def test_json_gives_a_documented_cause_or_null_and_the_text_no_other_sentence(
 def test_a_nan_of_0_over_0_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("trainer.py").write_text(PLANTED.format("0 / 0"))
     assert main(["audit", "trainer.py:make"]) == 1
-    said = "empty, padding: a row, a micro-batch or a device without a trained token gives NaN, as 0 / 0 does"
+    said = (
+        "empty, padding: a row, a micro-batch or a device without a trained token gives NaN, as 0 "
+        "/ 0 does"
+    )
     assert said in " ".join(capsys.readouterr().out.split())
 
 

@@ -29,13 +29,22 @@ def test_a_junit_file_has_a_case_for_each_promise(capsys: pytest.CaptureFixture[
     assert failures.keys() == {"uneven", "empty", "remainder", "padding"}
     assert suite.get("failures") == "4" and suite.get("errors") == "0"
     assert {failure.get("type") for failure in failures.values()} == {"mean of means"}
-    assert "2 rows, 2 passes of 1 on 1 device, 1 update; tokens 7 + 1" in (failures["uneven"].text or "")
-    skipped = {case.get("name"): each.get("message") for case in suite for each in case.iter("skipped")}
-    assert skipped == {"devices": "ValueError: one? device, trainer.py:5"} and suite.get("skipped") == "1"
+    assert "2 rows, 2 passes of 1 on 1 device, 1 update; tokens 7 + 1" in (
+        failures["uneven"].text or ""
+    )
+    skipped = {
+        case.get("name"): each.get("message") for case in suite for each in case.iter("skipped")
+    }
+    assert (
+        skipped == {"devices": "ValueError: one? device, trainer.py:5"}
+        and suite.get("skipped") == "1"
+    )
     assert capsys.readouterr().out.endswith("broken: uneven, empty, remainder, padding\n")
 
 
-def test_an_audit_that_judges_nothing_is_an_error_of_the_junit_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_that_judges_nothing_is_an_error_of_the_junit_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("trainer.py").write_text(TRAINER)
     assert main(["audit", "trainer.py:useless", "--junit", "audit.xml"]) == 2
     suite = ElementTree.parse("audit.xml").getroot()[0]

@@ -1,4 +1,6 @@
-"""Trainers that keep state elsewhere, or answer with something odd: a right verdict, or one line and exit code 2."""
+"""Trainers that keep state elsewhere, or answer with something odd: a right verdict, or one line
+and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,10 @@ def test_a_state_that_cannot_be_saved_makes_no_resume_hold() -> None:
             return super()._updated(state, gradient) | {"lock": state["lock"]}
 
     found = {each.promise: each for each in maxbatch.audit(Unsaved).verdicts}
-    assert found["resume"].status == "not applicable" and "cannot be pickled (TypeError" in found["resume"].reason
+    assert (
+        found["resume"].status == "not applicable"
+        and "cannot be pickled (TypeError" in found["resume"].reason
+    )
     assert {each.status for name, each in found.items() if name != "resume"} == {"holds"}
 
 
@@ -126,7 +131,10 @@ def test_a_state_that_can_only_be_copied_does_not_move_with_its_original() -> No
 
     assert [each.promise for each in maxbatch.audit(Wrong).broken] == ["resume"]
     found = next(each for each in maxbatch.audit(Drawing).verdicts if each.promise == "resume")
-    assert found.status == "holds" and "no new one could try: the state cannot be pickled" in found.reason
+    assert (
+        found.status == "holds"
+        and "no new one could try: the state cannot be pickled" in found.reason
+    )
 
 
 def test_a_resume_that_no_new_process_could_try_says_so() -> None:
@@ -138,8 +146,12 @@ def test_a_resume_that_no_new_process_could_try_says_so() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("rows", [[0, 1], [5]])
-def test_a_part_of_an_array_that_is_wrong_breaks_the_promise(optimizer: str, rows: list[int]) -> None:
-    """These rows of the table keep the gradient of the last micro-batch, as that of the whole batch."""
+def test_a_part_of_an_array_that_is_wrong_breaks_the_promise(
+    optimizer: str, rows: list[int]
+) -> None:
+    """These rows of the table keep the gradient of the last micro-batch, as that of the whole
+    batch.
+    """
 
     class Partly(Trainer):
         def _mean(self, params: Any, batch: Any, number: int) -> Any:
@@ -148,7 +160,10 @@ def test_a_part_of_an_array_that_is_wrong_breaks_the_promise(optimizer: str, row
             gradient["table"][rows] *= passes if number == passes - 1 else passes == 1
             return loss, count, gradient, statistics
 
-    found = {each.promise: each for each in maxbatch.audit(lambda layout: Partly(layout, optimizer=optimizer)).verdicts}
+    found = {
+        each.promise: each
+        for each in maxbatch.audit(lambda layout: Partly(layout, optimizer=optimizer)).verdicts
+    }
     assert (found["cut"].status, found["cut"].array) == ("broken", "table")
 
 
@@ -159,7 +174,11 @@ def test_a_loss_close_to_0_is_held_to_its_rounding(scale: float) -> None:
     class Centred(Trainer):
         def init(self) -> Any:
             state = super().init()
-            return state | {"params": {name: array * np.float32(scale) for name, array in state["params"].items()}}
+            return state | {
+                "params": {
+                    name: array * np.float32(scale) for name, array in state["params"].items()
+                }
+            }
 
         def step(self, state: Any, batch: Any) -> Any:
             state, metrics = super().step(state, batch)
@@ -175,34 +194,67 @@ def test_a_loss_close_to_0_is_held_to_its_rounding(scale: float) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        (RETURNS.format("10 ** 400"), "metrics['loss'] is a int, not a number (OverflowError: int too large"),
-        (RETURNS.format("np.array([1., 2.])"), "metrics['loss'] is a ndarray, not a number (TypeError"),
+        (
+            RETURNS.format("10 ** 400"),
+            "metrics['loss'] is a int, not a number (OverflowError: int too large",
+        ),
+        (
+            RETURNS.format("np.array([1., 2.])"),
+            "metrics['loss'] is a ndarray, not a number (TypeError",
+        ),
         (RETURNS.format("'3.5'"), "metrics['loss'] is a str, not a number"),
         (RETURNS.format("Trainer"), "metrics['loss'] is a type, not a number"),
-        (RETURNS.format("type('Lost', (), {{'__float__': lambda self: 1 / 0}})()"), "a Lost, not a number (ZeroDiv"),
+        (
+            RETURNS.format("type('Lost', (), {{'__float__': lambda self: 1 / 0}})()"),
+            "a Lost, not a number (ZeroDiv",
+        ),
         ("os._exit(0)", "trainer.py:make: the trainer ended its process ("),
         ("os.kill(os.getpid(), 9)", "trainer.py:make: the trainer ended its process ("),
         ("raise BaseException", "cannot be trained on (BaseException, trainer.py:6)"),
-        ("raise type('Mute', (Exception,), {{'__str__': lambda self: 1 / 0}})", "trained on (Mute, trainer.py:6)"),
+        (
+            "raise type('Mute', (Exception,), {{'__str__': lambda self: 1 / 0}})",
+            "trained on (Mute, trainer.py:6)",
+        ),
         ("return self.step(state, batch)", "cannot be trained on (RecursionError"),
-        ("return super().step(state, batch)\n    def params(self, state):\n        return {{'w': np.ones(3) * 1j}}",
-         "params: w holds complex numbers; works: w.real and w.imag under two names"),
-        ("return super().step(state, batch)\n    def params(self, state):\n        return {{'w': np.array([{{}}])}}",
-         "params: w is an array that holds no numbers (TypeError"),
-        ("return super().step(state, batch)\n    def params(self, state):\n        return {{'w': np.ones((0, 3))}}",
-         "step: changed no parameter in 4 updates"),
-        ("pass\n    @property\n    def init(self):\n        raise OSError('gone')",
-         "trained on (OSError: gone, trainer.py:9)"),
+        (
+            "return super().step(state, batch)\n    def params(self, state):\n        return "
+            "{{'w': np.ones(3) * 1j}}",
+            "params: w holds complex numbers; works: w.real and w.imag under two names",
+        ),
+        (
+            "return super().step(state, batch)\n    def params(self, state):\n        return "
+            "{{'w': np.array([{{}}])}}",
+            "params: w is an array that holds no numbers (TypeError",
+        ),
+        (
+            "return super().step(state, batch)\n    def params(self, state):\n        return "
+            "{{'w': np.ones((0, 3))}}",
+            "step: changed no parameter in 4 updates",
+        ),
+        (
+            "pass\n    @property\n    def init(self):\n        raise OSError('gone')",
+            "trained on (OSError: gone, trainer.py:9)",
+        ),
     ],
-)  # fmt: skip
-def test_an_odd_answer_is_one_line_and_exit_code_2(file: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+)
+def test_an_odd_answer_is_one_line_and_exit_code_2(
+    file: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert audited(REPORTS.format(file.replace("{{", "{").replace("}}", "}"))) == 2
     out, err = capfd.readouterr()
     assert out == "" and said in err and err.count("\n") == 1, err
 
 
 def _scalars(state: Any, metrics: Any) -> Any:
-    others = {"half": np.float16(1), "text": "none", "nan": np.nan, "huge": 10**400, 3: None, "list": [1], "of": [[]]}
+    others = {
+        "half": np.float16(1),
+        "text": "none",
+        "nan": np.nan,
+        "huge": 10**400,
+        3: None,
+        "list": [1],
+        "of": [[]],
+    }
     return state, {"loss": np.array([metrics["loss"]]).astype(np.float32)[0], **others}
 
 
@@ -228,7 +280,9 @@ STEPS: dict[str, Callable[..., Any]] = {
 PARAMS: dict[str, Callable[[Any, Any], Any]] = {
     "alias": lambda params, state: params | {"again": params["out"], "view": params["out"].T},
     "of no size": lambda params, state: params | {"none": np.ones((0, 3)), "flat": np.zeros(0)},
-    "whole numbers": lambda params, state: params | {"updates": np.int64(state["updates"]), "is": np.ones(3, bool)},
+    "whole numbers": lambda params, state: (
+        params | {"updates": np.int64(state["updates"]), "is": np.ones(3, bool)}
+    ),
     "objects": lambda params, state: params | {"bias": params["bias"].astype(object)},
 }
 
@@ -248,11 +302,17 @@ def test_a_sound_trainer_with_odd_habits_breaks_no_promise_and_a_wrong_one_does(
             return STEPS[odd](self, state, batch) if odd in STEPS else super().step(state, batch)
 
         def params(self, state: Any) -> Any:
-            return PARAMS[odd](super().params(state), state) if odd in PARAMS else super().params(state)
+            return (
+                PARAMS[odd](super().params(state), state)
+                if odd in PARAMS
+                else super().params(state)
+            )
 
     def make(fault: str) -> Callable[[Layout], Trainer]:
         return lambda layout: Odd(layout, fault=fault)
 
     sound, wrong = maxbatch.audit(make("")), maxbatch.audit(make("mean of means"))
     assert sound.holds, str(sound)
-    assert {each.promise: each.cause for each in wrong.broken}.get("uneven") == "mean of means", str(wrong)
+    assert {each.promise: each.cause for each in wrong.broken}.get("uneven") == "mean of means", (
+        str(wrong)
+    )

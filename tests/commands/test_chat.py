@@ -1,4 +1,6 @@
-"""A model that talks back: fine-tuned here on questions and answers, then asked by its own chat template."""
+"""A model that talks back: fine-tuned here on questions and answers, then asked by its own chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,20 @@ from tests.helpers.tiny import read_metrics
 
 pytestmark = pytest.mark.runs
 
-WORDS = ("apple", "river", "stone", "glass", "garden", "music", "cat", "cloud", "bread", "train", "paper", "moon")
+WORDS = (
+    "apple",
+    "river",
+    "stone",
+    "glass",
+    "garden",
+    "music",
+    "cat",
+    "cloud",
+    "bread",
+    "train",
+    "paper",
+    "moon",
+)
 RECORDS = [talk(f"{a} and {b}?", f"<{b}|{a}>") for a in WORDS for b in WORDS if a != b]
 HELD_OUT = RECORDS[9::10]
 FORMAT = re.compile(r"<\w+\|\w+>")
@@ -34,15 +49,32 @@ class Tuned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """A model of the test's own making after 200 updates on made-up questions; every tenth pair is held out."""
+    """A model of the test's own making after 200 updates on made-up questions; every tenth pair is
+    held out.
+    """
     folder = tmp_path_factory.mktemp("chat")
     run_dir = folder / "run"
     config = chat_config(
-        folder, RECORDS, "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16",
-        "base_mlp_dim=128", "base_num_decoder_layers=2", "eval_fraction=0.1", "eval_interval=100", "steps=200",
-        "global_batch_size=16", "per_device_batch_size=16", "packing=false", "enable_data_shuffling=true",
-        "learning_rate=3e-3", "gradient_noise_scale=false", "log_to=tensorboard", f"run_dir={run_dir}",
-    )  # fmt: skip
+        folder,
+        RECORDS,
+        "base_emb_dim=64",
+        "base_num_query_heads=4",
+        "base_num_kv_heads=2",
+        "head_dim=16",
+        "base_mlp_dim=128",
+        "base_num_decoder_layers=2",
+        "eval_fraction=0.1",
+        "eval_interval=100",
+        "steps=200",
+        "global_batch_size=16",
+        "per_device_batch_size=16",
+        "packing=false",
+        "enable_data_shuffling=true",
+        "learning_rate=3e-3",
+        "gradient_noise_scale=false",
+        "log_to=tensorboard",
+        f"run_dir={run_dir}",
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train(config, jax.devices()[:2])
     return Tuned(run_dir, printed.getvalue())
@@ -53,7 +85,18 @@ def test_a_fine_tuned_model_answers_in_the_trained_format_nine_times_of_ten(
 ) -> None:
     answers = []
     for record in HELD_OUT[:10]:
-        assert main(["generate", str(tuned.run_dir), "--chat", "--prompt", record["messages"][0]["content"]]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    str(tuned.run_dir),
+                    "--chat",
+                    "--prompt",
+                    record["messages"][0]["content"],
+                ]
+            )
+            == 0
+        )
         answers.append(capsys.readouterr().out.removesuffix("\n"))
     assert sum(bool(FORMAT.fullmatch(answer)) for answer in answers) >= 9, answers
 
@@ -68,8 +111,12 @@ def test_the_closing_sample_and_the_next_line_are_a_chat_turn(tuned: Tuned) -> N
 def test_held_out_records_are_answered_at_each_eval_in_tensorboard_and_the_report(
     tuned: Tuned, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len({line["compiles"] for line in read_metrics(tuned.run_dir)[1:]}) == 1, "no eval waits for the sampler"
-    lines = [json.loads(line) for line in (tuned.run_dir / "answers.jsonl").read_text().splitlines()]
+    assert len({line["compiles"] for line in read_metrics(tuned.run_dir)[1:]}) == 1, (
+        "no eval waits for the sampler"
+    )
+    lines = [
+        json.loads(line) for line in (tuned.run_dir / "answers.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [100, 200]
     expected = [f"{record['messages'][1]['content']}<|im_end|>" for record in HELD_OUT[:4]]
     for line in lines:
@@ -87,7 +134,20 @@ def test_lines_of_standard_input_are_the_turns_of_a_conversation(
     tuned: Tuned, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("apple and moon?\n\ncat and train?\n"))
-    assert main(["generate", str(tuned.run_dir), "--chat", "--temperature", "0", "--max-new-tokens", "20"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(tuned.run_dir),
+                "--chat",
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "20",
+            ]
+        )
+        == 0
+    )
     found = capsys.readouterr()
     assert FORMAT.match(found.out) and len(found.out.splitlines()) >= 2
     assert "no longer fits" in found.err  # two turns are more than 64 tokens
@@ -96,7 +156,9 @@ def test_lines_of_standard_input_are_the_turns_of_a_conversation(
     assert "--chat: has no message; works: --prompt TEXT" in capsys.readouterr().err
 
 
-def test_a_chat_model_that_is_asked_without_chat_gets_a_hint(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_model_that_is_asked_without_chat_gets_a_hint(
+    tuned: Tuned, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(tuned.run_dir), "--prompt", "apple", "--max-new-tokens", "2"]) == 0
     assert "--chat asks the model by it" in capsys.readouterr().err
     assert main(["generate", str(tuned.run_dir), "--prompt", "a", "--system", "Be brief."]) == 2
@@ -107,7 +169,9 @@ def test_a_chat_model_that_is_asked_without_chat_gets_a_hint(tuned: Tuned, capsy
 
 
 def test_a_conversation_on_a_terminal_asks_and_answers_until_it_is_closed(tuned: Tuned) -> None:
-    terminal = Terminal("generate", str(tuned.run_dir), "--chat", "--temperature", "0", "--system", "")
+    terminal = Terminal(
+        "generate", str(tuned.run_dir), "--chat", "--temperature", "0", "--system", ""
+    )
     terminal.read(lambda written: "> " in written)
     terminal.type("river and cloud?\n")
     terminal.read(lambda written: written.count("> ") > 1)

@@ -34,7 +34,8 @@ RAMP = (
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
-    jax.clear_caches()  # a program that came from the persistent cache cannot be saved, and a command is a new process
+    # a program that came from the persistent cache cannot be saved, and a command is a new process
+    jax.clear_caches()
     assert main(["compile", *TINY_RUN, ONE_LAYER, *RAMP, "--output", str(folder)]) == 0
     return folder
 
@@ -58,15 +59,23 @@ def test_a_ramp_that_was_compiled_ahead_compiles_nothing(
     compiled: Path, backend_compiles: collections.Counter[str]
 ) -> None:
     jax.clear_caches()  # what other tests compiled must not help
-    train(one_layer_config(*RAMP, "run_dir=ahead", f"compiled_dir={compiled}", "compilation_cache_dir=none"))
+    train(
+        one_layer_config(
+            *RAMP, "run_dir=ahead", f"compiled_dir={compiled}", "compilation_cache_dir=none"
+        )
+    )
     assert not backend_compiles
     ahead = read_metrics("ahead")
     assert ahead[-1]["compiles"] == 0
     assert {line["stage"] for line in ahead} == {0, 1, 2}
     train(one_layer_config(*RAMP, "run_dir=plain"))
     plain = read_metrics("plain")
-    assert [line["data_fingerprint"] for line in ahead] == [line["data_fingerprint"] for line in plain]
-    assert [line["loss"] for line in ahead] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+    assert [line["data_fingerprint"] for line in ahead] == [
+        line["data_fingerprint"] for line in plain
+    ]
+    assert [line["loss"] for line in ahead] == pytest.approx(
+        [line["loss"] for line in plain], rel=1e-5
+    )
 
 
 @pytest.mark.runs
@@ -92,7 +101,9 @@ def test_a_resume_inside_the_ramp_compiles_nothing_either(
         ("dtype=bfloat16", "dtype: float32 there, bfloat16 here"),
     ],
 )
-def test_another_config_is_refused_with_the_difference(compiled: Path, changed: str, named: str) -> None:
+def test_another_config_is_refused_with_the_difference(
+    compiled: Path, changed: str, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         train(one_layer_config(*RAMP, changed, f"compiled_dir={compiled}"))
 
@@ -119,7 +130,9 @@ def test_a_folder_of_another_format_is_refused_in_one_line(
     compiled: Path, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = json.loads((compiled / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format": number, "shapes": None}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({**manifest, "format": number, "shapes": None})
+    )
     assert main(["train", *TINY_RUN, ONE_LAYER, *RAMP, f"compiled_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"format {number}" in line and "compile again" in line
@@ -152,11 +165,18 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
 @pytest.mark.parametrize(
     "manifest",
     [
-        b"[]", b"\x80\x04N.", b'{"format": 3, "shapes": 7}', b'{"format": 3}', b"null", b"[" * 100_000,
-        b'{"format": 3, "shapes": [[1e400, 1]]}', b'{"format": 3, "shapes": [[1.0, 1]]}',
-        b'{"format": 3, "shapes": [[1, 2, 3]]}', b'{"format": 3, "shapes": [[0, 1]]}',
+        b"[]",
+        b"\x80\x04N.",
+        b'{"format": 3, "shapes": 7}',
+        b'{"format": 3}',
+        b"null",
+        b"[" * 100_000,
+        b'{"format": 3, "shapes": [[1e400, 1]]}',
+        b'{"format": 3, "shapes": [[1.0, 1]]}',
+        b'{"format": 3, "shapes": [[1, 2, 3]]}',
+        b'{"format": 3, "shapes": [[0, 1]]}',
     ],
-)  # fmt: skip
+)
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(manifest)
     with pytest.raises(ConfigError, match="holds no compiled programs"):
@@ -201,26 +221,45 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
 
 
 @pytest.mark.runs
-def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_largest_step_and_every_program(
+    compiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert set(record["programs"]) == {path.stem for path in Path("out").glob("*.bin")}
-    for key in ("argument_bytes", "temp_bytes", "alias_bytes", "hbm_bytes_needed", "hbm_bytes_available"):
+    for key in (
+        "argument_bytes",
+        "temp_bytes",
+        "alias_bytes",
+        "hbm_bytes_needed",
+        "hbm_bytes_available",
+    ):
         assert isinstance(record[key], int)
 
 
 @pytest.mark.runs
 def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--hlo", "texts", "--json"]) == 0
+    assert (
+        main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--hlo", "texts", "--json"]) == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert {path.stem for path in Path("texts").glob("*.hlo")} == set(record["programs"])
     for figures in (record, *record["programs"].values()):
-        for key in ("compute_cycles", "kernel_cycles", "hidden_collective_bytes", "exposed_collective_bytes",
-                    "modelled_step_s", "modelled_tokens_per_second_per_device", "modelled_mfu"):  # fmt: skip
+        for key in (
+            "compute_cycles",
+            "kernel_cycles",
+            "hidden_collective_bytes",
+            "exposed_collective_bytes",
+            "modelled_step_s",
+            "modelled_tokens_per_second_per_device",
+            "modelled_mfu",
+        ):
             assert figures[key] is None
 
 
-def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("taken").write_text("")
     assert main(["compile", *TINY_RUN, ONE_LAYER, "--hlo", "taken"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -242,11 +281,17 @@ def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--simulate-hosts", "2", "--topology", "v5e:2x2"), "--simulate-hosts 2: must not be given beside --topology"),
+        (
+            ("--simulate-hosts", "2", "--topology", "v5e:2x2"),
+            "--simulate-hosts 2: must not be given beside --topology",
+        ),
         (("--simulate-hosts", "2", "--survive", "1", "--json"), "--json: prints one object"),
         (("--simulate-hosts", "2", "--survive", "2"), "--survive 2: must be less than the 2 hosts"),
         (("--simulate-hosts", "2", "--simulate-devices", "3"), "--simulate-hosts 2"),
-        (("--simulate-hosts", "4", "--survive", "1", "global_batch_size=16"), "global_batch_size=16"),
+        (
+            ("--simulate-hosts", "4", "--survive", "1", "global_batch_size=16"),
+            "global_batch_size=16",
+        ),
     ],
 )
 def test_what_simulated_hosts_cannot_compile_is_one_line(

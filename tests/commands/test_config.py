@@ -29,7 +29,10 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[st
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     write(tmp_path / "ground.yml", "log_period: 3\nadam_b2: 0.5\ngradient_accumulation_steps: 4\n")
-    return write(tmp_path / "run.yml", "base_config: ground.yml\nadam_b2: 0.6\n\nglobal_batch_size: 64\nsteps: 5\n")
+    return write(
+        tmp_path / "run.yml",
+        "base_config: ground.yml\nadam_b2: 0.6\n\nglobal_batch_size: 64\nsteps: 5\n",
+    )
 
 
 def test_each_value_names_the_layer_that_it_comes_from(
@@ -57,18 +60,34 @@ def test_a_value_that_an_alternative_displaced_says_by_which_and_where(
         ("gradient_accumulation_steps", "global_batch_size", "config file"),
         ("steps", "num_epochs", "override"),
     ):
-        assert (found[name]["value"], found[name]["displaced_by"], found[name]["layer"]) == (None, by, layer)
-    assert found["global_batch_size"]["displaced_by"] is found["train_samples"]["displaced_by"] is None
+        assert (found[name]["value"], found[name]["displaced_by"], found[name]["layer"]) == (
+            None,
+            by,
+            layer,
+        )
+    assert (
+        found["global_batch_size"]["displaced_by"] is found["train_samples"]["displaced_by"] is None
+    )
     assert "displaced by num_epochs" in printed(capsys, "steps", run_file, "num_epochs=2")
     assert facts(capsys, "per_device_batch_size", "batch_size=8")["displaced_by"] == "batch_size"
 
 
-def test_one_key_prints_all_that_its_row_and_base_yml_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_key_prints_all_that_its_row_and_base_yml_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = " ".join(printed(capsys, "num_epochs", "num_epochs=3").split())
     for said in (
-        "num_epochs: 3", "passes over the training split", "from override", "default null", "such as 1/3",
-        "rule > 0", "unit passes", "null allowed", "MaxText num_epoch ", "steps, train_samples",
-    ):  # fmt: skip
+        "num_epochs: 3",
+        "passes over the training split",
+        "from override",
+        "default null",
+        "such as 1/3",
+        "rule > 0",
+        "unit passes",
+        "null allowed",
+        "MaxText num_epoch ",
+        "steps, train_samples",
+    ):
         assert said in text
     assert "fixes    the stream, the compiled programs" in printed(capsys, "max_target_length")
     assert "no such key" in printed(capsys, "train_samples")
@@ -76,7 +95,10 @@ def test_one_key_prints_all_that_its_row_and_base_yml_say(capsys: pytest.Capture
 
 def test_a_pipe_gets_every_value_and_comment_whole(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "original_max_position_embeddings=123456", f"run_dir={'long/' * 50}x")
-    assert "\noriginal_max_position_embeddings: 123456 " in text and f"\nrun_dir: {'long/' * 50}x " in text
+    assert (
+        "\noriginal_max_position_embeddings: 123456 " in text
+        and f"\nrun_dir: {'long/' * 50}x " in text
+    )
     assert "…" not in text and "(docs/models.md)\n" in text
 
 
@@ -109,8 +131,8 @@ def test_what_cannot_be_answered_is_one_line(
 
 def test_it_imports_no_jax() -> None:
     check = (
-        "import sys; from maxbatch.cli import main; main(['config']); main(['config', 'steps', '--json'])\n"
-        "heavy = {name.partition('.')[0] for name in sys.modules} & {'jax', 'flax', 'optax', 'numpy', 'fsspec'}\n"
-        "assert not heavy, heavy"
+        "import sys; from maxbatch.cli import main; main(['config']); main(['config', 'steps', "
+        "'--json'])\nheavy = {name.partition('.')[0] for name in sys.modules} & {'jax', 'flax', "
+        "'optax', 'numpy', 'fsspec'}\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, timeout=60)

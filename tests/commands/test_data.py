@@ -52,7 +52,9 @@ def test_padding_is_shown(config, capsys) -> None:
 
 
 def test_three_samples_are_shown_unless_asked_otherwise(config, capsys) -> None:
-    heads = [line.split()[2] for line in printed(capsys, config).splitlines() if line.startswith("==")]
+    heads = [
+        line.split()[2] for line in printed(capsys, config).splitlines() if line.startswith("==")
+    ]
     assert heads == ["0", "1", "2"]
 
 
@@ -80,13 +82,22 @@ def test_the_fingerprint_is_that_of_the_samples(tmp_path: Path, capsys) -> None:
 
 def test_stats_have_the_agreed_names(config, capsys) -> None:
     stats = json.loads(printed(capsys, config, "--stats", "--json"))
-    assert list(stats) == ["samples", "slots", "tokens", "packing_efficiency", "documents", "skipped_records"]
+    assert list(stats) == [
+        "samples",
+        "slots",
+        "tokens",
+        "packing_efficiency",
+        "documents",
+        "skipped_records",
+    ]
     assert stats["slots"] == stats["samples"] * LENGTH and stats["documents"] == 3
     assert f"{stats['tokens']}" in printed(capsys, config, "--stats")
 
 
 def test_samples_as_json_are_one_object_a_line(config, capsys) -> None:
-    records = [json.loads(line) for line in printed(capsys, config, "--json", "--count", "2").splitlines()]
+    records = [
+        json.loads(line) for line in printed(capsys, config, "--json", "--count", "2").splitlines()
+    ]
     assert [record["sample"] for record in records] == [0, 1]
     assert records[0]["text"] == "first one\x1b[2J"
     assert all(len(records[0][name]) == LENGTH for name in ("tokens", "segments", "weights"))
@@ -95,20 +106,30 @@ def test_samples_as_json_are_one_object_a_line(config, capsys) -> None:
 def mixture(tmp_path: Path) -> Config:
     jsonl_config(tmp_path / "a.jsonl", TEXTS)
     jsonl_config(tmp_path / "b.jsonl", ["other"])
-    (tmp_path / "mix.yml").write_text("'[red]web': {path: a.jsonl, weight: 3}\nrest: {path: b.jsonl, weight: 1}\n")
+    (tmp_path / "mix.yml").write_text(
+        "'[red]web': {path: a.jsonl, weight: 3}\nrest: {path: b.jsonl, weight: 1}\n"
+    )
     return jsonl_config(tmp_path / "mix.yml")
 
 
 def test_samples_of_a_mixture_name_their_source(tmp_path: Path, capsys) -> None:
     config = mixture(tmp_path)
     stream = open_stream(config)
-    heads = [line for line in printed(capsys, config, "--count", "8").splitlines() if line.startswith("==")]
+    heads = [
+        line
+        for line in printed(capsys, config, "--count", "8").splitlines()
+        if line.startswith("==")
+    ]
     for index, head in enumerate(heads):
         place = stream.row(index)
         assert head.startswith(f"== sample {index}  epoch {place.epoch}  row {place.row} ")
         assert head.endswith(f"  source {place.source}")
-    records = [json.loads(line) for line in printed(capsys, config, "--json", "--count", "8").splitlines()]
-    assert [record["source"] for record in records] == [stream.row(index).source for index in range(8)]
+    records = [
+        json.loads(line) for line in printed(capsys, config, "--json", "--count", "8").splitlines()
+    ]
+    assert [record["source"] for record in records] == [
+        stream.row(index).source for index in range(8)
+    ]
     assert {"[red]web", "rest"} == {record["source"] for record in records}
 
 
@@ -122,7 +143,9 @@ def test_stats_of_a_mixture_are_those_of_each_source_and_of_all(tmp_path: Path, 
     assert any(line.split() == ["documents", "4"] for line in lines)
     of_source = dict(line.split(":  ") for line in lines if ":  " in line)
     assert list(of_source) == ["[red]web", "rest"]
-    assert "  documents 3  " in of_source["[red]web"] and "  weight 0.750000" in of_source["[red]web"]
+    assert (
+        "  documents 3  " in of_source["[red]web"] and "  weight 0.750000" in of_source["[red]web"]
+    )
 
 
 def test_stats_tell_how_well_documents_were_packed(tmp_path: Path, capsys) -> None:
@@ -133,7 +156,9 @@ def test_stats_tell_how_well_documents_were_packed(tmp_path: Path, capsys) -> No
 
 
 def test_prompts_are_refused_in_one_line(config, capsys) -> None:
-    assert main(["data", "batch_size=8", f"dataset_path={config.dataset_path}", "--fingerprint"]) == 2
+    assert (
+        main(["data", "batch_size=8", f"dataset_path={config.dataset_path}", "--fingerprint"]) == 2
+    )
     assert "counts prompts" in capsys.readouterr().err
 
 
@@ -147,7 +172,9 @@ def test_prompts_are_refused_in_one_line(config, capsys) -> None:
         (["--stats", "--count", "3"], "leave out --first and --count"),
     ],
 )
-def test_bad_numbers_are_refused_in_one_line(config, capsys, flags: list[str], message: str) -> None:
+def test_bad_numbers_are_refused_in_one_line(
+    config, capsys, flags: list[str], message: str
+) -> None:
     Path("stated.yml").write_text(dump_config(config))
     assert main(["data", "stated.yml", *flags]) == 2
     said = capsys.readouterr().err
@@ -156,9 +183,15 @@ def test_bad_numbers_are_refused_in_one_line(config, capsys, flags: list[str], m
 
 def shell(config: Config, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`maxbatch data` on the config's file in bash, with `pipefail`."""
-    line = f"{sys.executable} -m maxbatch data dataset_type=jsonl dataset_path={config.dataset_path} {command}"
+    line = (
+        f"{sys.executable} -m maxbatch data dataset_type=jsonl dataset_path={config.dataset_path} "
+        f"{command}"
+    )
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, env=os.environ | variables
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
     )
 
 

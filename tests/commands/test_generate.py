@@ -37,7 +37,13 @@ TOKENIZER = ByteTokenizer()
 RANDOM = nnx.state(Decoder(CONFIG.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
-def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, config: Config = CONFIG, **rules: Any) -> str:
+def text(
+    params: nnx.State = RANDOM,
+    prompt: str = "def ",
+    n: int = 8,
+    config: Config = CONFIG,
+    **rules: Any,
+) -> str:
     rules = {"temperature": 1.0, "max_new_tokens": n} | rules
     return generate_text(params, TOKENIZER, prompt, config.text, SamplingRules(**rules))
 
@@ -62,7 +68,9 @@ def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(pro
     tokens = jnp.asarray([ids])
     x = decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD[0, -1]
     logits = x @ decoder.output_projection()
-    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode([*ids, int(jnp.argmax(logits[:256]))])
+    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode(
+        [*ids, int(jnp.argmax(logits[:256]))]
+    )
 
 
 def test_top_k_draws_from_the_k_likeliest_alone() -> None:
@@ -72,7 +80,8 @@ def test_top_k_draws_from_the_k_likeliest_alone() -> None:
 
 
 def test_the_nucleus_is_the_fewest_likeliest_that_have_the_probability() -> None:
-    params = trained_to_say(CONFIG, (ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))  # 0.67, 0.24, 0.09
+    # 0.67, 0.24, 0.09
+    params = trained_to_say(CONFIG, (ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))
     for nucleus_p, drawn in ((0.6, "a"), (0.8, "ab"), (0.95, "abc")):
         assert set(text(params, prompt="", n=60, nucleus_p=nucleus_p)) == set(drawn)
 
@@ -102,7 +111,9 @@ class Latin1(ByteTokenizer):
 
 def test_a_full_window_goes_on_from_its_last_half() -> None:
     def said(prompt: str, n: int) -> str:
-        return generate_text(RANDOM, Latin1(), prompt, NO_BOS.text, SamplingRules(0.0, max_new_tokens=n))
+        return generate_text(
+            RANDOM, Latin1(), prompt, NO_BOS.text, SamplingRules(0.0, max_new_tokens=n)
+        )
 
     whole = said("def ", 2 * LENGTH)
     assert len(whole) == len("def ") + 2 * LENGTH
@@ -112,7 +123,9 @@ def test_a_full_window_goes_on_from_its_last_half() -> None:
 
 
 def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
-    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS.text, rules=SamplingRules(max_new_tokens=4))
+    said = partial(
+        generate_text, RANDOM, Latin1(), config=NO_BOS.text, rules=SamplingRules(max_new_tokens=4)
+    )
     half = string.ascii_letters[: LENGTH // 2]
     for start in ("x" * (LENGTH // 2), "some other start of a document, "):
         assert said(start + half) == start + said(half)
@@ -127,7 +140,9 @@ def test_every_window_and_every_token_has_draws_of_its_own() -> None:
 
 
 def test_a_conversation_begins_as_the_tokenizer_has_it_whatever_add_bos_says() -> None:
-    tuned = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "dataset_type=jsonl", "use_sft=true"])
+    tuned = load_config(
+        overrides=[*TINY_MODEL, "logits_via_embedding=false", "dataset_type=jsonl", "use_sft=true"]
+    )
     assert text(config=tuned) == text(config=NO_BOS) != text()
 
 
@@ -135,14 +150,20 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_folder(tmp_path / "model")
-    monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos))
+    monkeypatch.setattr(
+        "maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos)
+    )
     assert main(["generate", str(folder), "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "False\n"  # bytes have no rules of their own
 
 
-def test_a_stated_add_bos_holds_for_an_imported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stated_add_bos_holds_for_an_imported_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_folder(tmp_path / "model")
-    monkeypatch.setattr("maxbatch.loaded_model.generate_text", lambda *arguments: str(arguments[3].add_bos))
+    monkeypatch.setattr(
+        "maxbatch.loaded_model.generate_text", lambda *arguments: str(arguments[3].add_bos)
+    )
     monkeypatch.setattr("maxbatch.loaded_model.check_vocabulary", lambda *_: None)
     assert load_model(folder).generate("a") == "False"
     assert load_model(folder, add_bos=True).generate("a") == "True"
@@ -155,7 +176,9 @@ def test_a_text_ends_where_the_imported_model_states_it(
     assert text(says_a, "x", n=3, temperature=0.0) == "xaaa"
     assert text(says_a, "x", n=3, temperature=0.0, end_ids=(ord("b"), ord("a"))) == "x"
     folder = write_folder(tmp_path / "model")
-    monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[4].end_ids))
+    monkeypatch.setattr(
+        "maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[4].end_ids)
+    )
     for stated, said in (None, "(2,)"), ({"eos_token_id": [2, 7]}, "(2, 7)"), ({}, "()"):
         if stated is not None:
             (folder / "generation_config.json").write_text(json.dumps(stated))
@@ -181,7 +204,15 @@ def test_one_compilation_serves_every_prompt_length_and_setting() -> None:
 def test_a_prompt_or_path_that_is_not_text_is_one_line(
     place: str, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", *(("no/such/run", "--prompt", prompt) if place == "--prompt" else (prompt,))]) == 2
+    assert (
+        main(
+            [
+                "generate",
+                *(("no/such/run", "--prompt", prompt) if place == "--prompt" else (prompt,)),
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "must be UTF-8 text without NUL characters" in line
 
@@ -197,7 +228,10 @@ def test_parameters_may_be_sharded() -> None:
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = jax.device_put(RANDOM, jax.NamedSharding(mesh, jax.P()))
     sharded = jax.tree.map(
-        lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "fsdp"))), whole
+        lambda x: jax.device_put(
+            x, jax.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "fsdp"))
+        ),
+        whole,
     )
     assert text(sharded, temperature=0.0) == text(temperature=0.0)
 
@@ -205,16 +239,31 @@ def test_parameters_may_be_sharded() -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--max-new-tokens=0", "--max-new-tokens 0: must be a whole number from 1 on; works: --max-new-tokens 1"),
-        ("--temperature=-1", "--temperature -1: must be a number from 0 on; works: --temperature 0"),
-        ("--temperature=hot", "--temperature hot: must be a number from 0 on; works: --temperature 0"),
-        ("--temperature=nan", "--temperature nan: must be a number from 0 on; works: --temperature 0"),
+        (
+            "--max-new-tokens=0",
+            "--max-new-tokens 0: must be a whole number from 1 on; works: --max-new-tokens 1",
+        ),
+        (
+            "--temperature=-1",
+            "--temperature -1: must be a number from 0 on; works: --temperature 0",
+        ),
+        (
+            "--temperature=hot",
+            "--temperature hot: must be a number from 0 on; works: --temperature 0",
+        ),
+        (
+            "--temperature=nan",
+            "--temperature nan: must be a number from 0 on; works: --temperature 0",
+        ),
         ("--top-k=-1", "--top-k -1: must be a whole number from 0 on; works: --top-k 0"),
         ("--top-k=x", "--top-k x: must be a whole number from 0 on; works: --top-k 0"),
         ("--top-p=0", "--top-p 0: must be a number above 0 and at most 1; works: --top-p 1"),
         ("--top-p=1.1", "--top-p 1.1: must be a number above 0 and at most 1; works: --top-p 1"),
         ("--top-p=nan", "--top-p nan: must be a number above 0 and at most 1; works: --top-p 1"),
-        ("--seed=4294967296", "--seed 4294967296: must be a whole number from 0 to 4294967295; works: --seed 0"),
+        (
+            "--seed=4294967296",
+            "--seed 4294967296: must be a whole number from 0 to 4294967295; works: --seed 0",
+        ),
         ("--seed=-1", "--seed -1: must be a whole number from 0 to 4294967295; works: --seed 0"),
     ],
 )

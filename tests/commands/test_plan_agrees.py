@@ -1,4 +1,6 @@
-"""Plan and train agree: `train` accepts every config that `plan` accepts, and settings after `works:` work."""
+"""Plan and train agree: `train` accepts every config that `plan` accepts, and settings after
+`works:` work.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ VALUES = {
 
 
 def checks_of_train(config: Config, devices: int, hosts: int) -> None:
-    """What `train` (`rl` for a batch of prompts) asks of a config and its devices before it opens a file."""
+    """What `train` (`rl` for a batch of prompts) asks of a config and its devices before it opens a
+    file.
+    """
     if config.batch_size is None:
         check_batch_keys(config.plan)
     expansion_factor(config.plan, hosts)
@@ -80,7 +84,16 @@ def accepted(stated: dict[str, str], devices: int, hosts: int) -> tuple[bool, st
     parser = argparse.ArgumentParser()
     plan_command.add_arguments(parser)
     words = [f"{name}={text}" for name, text in stated.items()]
-    line = [*words, "--devices", str(devices), "--hosts", str(hosts), "--samples-per-epoch", "1000", "--json"]
+    line = [
+        *words,
+        "--devices",
+        str(devices),
+        "--hosts",
+        str(hosts),
+        "--samples-per-epoch",
+        "1000",
+        "--json",
+    ]
     try:
         plan_command.run(parser.parse_args(line))
     except ConfigError as error:
@@ -106,7 +119,9 @@ def follow(stated: dict[str, str], devices: int, hosts: int) -> None:
             name, equals, text = word.partition("=")
             if name == "--hosts" or (not equals and not name.isidentifier()):
                 return
-            stated = stated | {name: text} if equals else {k: v for k, v in stated.items() if k != name}
+            stated = (
+                stated | {name: text} if equals else {k: v for k, v in stated.items() if k != name}
+            )
     pytest.fail("\n".join(said))
 
 
@@ -130,7 +145,9 @@ def test_what_plan_accepts_train_accepts(part: int, capsys: pytest.CaptureFixtur
 
 @pytest.mark.runs
 @pytest.mark.parametrize("part", range(4))
-def test_what_plan_accepts_of_2000_configs_train_accepts(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_plan_accepts_of_2000_configs_train_accepts(
+    part: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed in range(1000 + part * 500, 1500 + part * 500):
         follow(*mutate(seed))
         capsys.readouterr()
@@ -144,7 +161,9 @@ def test_what_plan_accepts_of_2000_configs_train_accepts(part: int, capsys: pyte
         ("attention=cudnn", "must have dtype=bfloat16"),
     ],
 )
-def test_plan_and_train_say_the_same(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
+def test_plan_and_train_say_the_same(
+    capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
     lines = []
     for command in ("plan", "train"):
         devices = ["--devices", "8"] if command == "plan" else []  # as many as tests have

@@ -52,19 +52,31 @@ def run(*arguments: str) -> int:
 
 def prepared(folder: str, *overrides: str, key: str = "dataset_path") -> TokenStore:
     config = load_config(overrides=["dataset_type=tokens", f"{key}={folder}", *overrides])
-    return open_store(config.store, make_tokenizer(config.tokenizer_type, config.tokenizer_path), key)
+    return open_store(
+        config.store, make_tokenizer(config.tokenizer_type, config.tokenizer_path), key
+    )
 
 
 def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> None:
     assert run(data, "--output", "out", "--workers", "1") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("200 documents, ") and "1 record left out" in lines[0] and "MB/s" in lines[0]
+    assert (
+        lines[0].startswith("200 documents, ")
+        and "1 record left out" in lines[0]
+        and "MB/s" in lines[0]
+    )
     config = load_config(overrides=["dataset_type=jsonl", data])
     cached, store = open_store(config.store, ByteTokenizer()), prepared("out")
-    assert np.array_equal(cached.tokens[:], store.tokens[:]) and np.array_equal(cached.offsets, store.offsets)
+    assert np.array_equal(cached.tokens[:], store.tokens[:]) and np.array_equal(
+        cached.offsets, store.offsets
+    )
     assert cached.manifest == store.manifest
-    assert find_store(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]).store, ByteTokenizer())
-    assert isinstance(store.tokens, MappedFile) and store.folder == Path("out").absolute(), "nothing is copied"
+    assert find_store(
+        load_config(overrides=["dataset_type=tokens", "dataset_path=out"]).store, ByteTokenizer()
+    )
+    assert isinstance(store.tokens, MappedFile) and store.folder == Path("out").absolute(), (
+        "nothing is copied"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "huggingface"])
@@ -76,7 +88,10 @@ def test_the_number_of_workers_leaves_no_trace(
     monkeypatch.setattr("maxbatch.data.store.documents.PIECE_BYTES", 500)
     overrides = [data]
     if tokenizer == "huggingface":
-        overrides += ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<|endoftext|>')}"]
+        overrides += [
+            "tokenizer_type=huggingface",
+            f"tokenizer_path={write_bpe(tmp_path, '<|endoftext|>')}",
+        ]
     for workers in (1, 2, 3):
         run(*overrides, "--output", f"out{workers}", "--workers", str(workers))
     names = ["blocks.bin", "manifest.json", "offsets.npy", "tokens.bin"]
@@ -101,7 +116,9 @@ def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
     assert prepared("out", "skip_bad_records=true").manifest["skipped_records"] == 2
 
 
-def test_a_worker_that_is_killed_ends_the_work_with_a_message(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed_ends_the_work_with_a_message(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit = WorkerPool.submit
 
     def killing(pool: WorkerPool, items: list[object]) -> list[Future[object]]:
@@ -115,7 +132,9 @@ def test_a_worker_that_is_killed_ends_the_work_with_a_message(data: str, monkeyp
         return futures
 
     monkeypatch.setattr(WorkerPool, "submit", killing)
-    with pytest.raises(TrainingError, match=r"a\.jsonl: cannot be tokenised: the process ended with signal SIGKILL"):
+    with pytest.raises(
+        TrainingError, match=r"a\.jsonl: cannot be tokenised: the process ended with signal SIGKILL"
+    ):
         run(data, "--output", "out", "--workers", "2")
     assert not Path("out").exists()
 
@@ -126,35 +145,32 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
     (tmp_path / "part").touch()
     ask = "pool.submit([(job, Path('part'))]); time.sleep(1)"
     script = (
-        "import functools, time\n"
-        "from pathlib import Path\n"
-        "from maxbatch import load_config\n"
-        "from maxbatch.config.sections import DataConfig\n"
-        "from maxbatch.data.store import tokenise\n"
-        "from maxbatch.data.store.documents import DocumentSource\n"
-        "from maxbatch.data.store.files import SourceFile\n"
-        "from maxbatch.data.store.formats import Piece\n"
-        "from maxbatch.data.store.token_store import TokenLayout\n"
-        "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
-        "from maxbatch.system.worker_pool import WorkerPool\n"
-        "config = load_config().store\n"
-        "source = DocumentSource.from_config(config)\n"
-        "how = tokenise.Tokeniser(source, ByteTokenizer(), TokenLayout.from_config(config, ByteTokenizer()))\n"
-        "pool = WorkerPool(functools.partial(tokenise._part_writer, how), 2)\n"
-        "pool.wait_for_setup()\n"
-        "job = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, 0),)\n"
-        f"{ask if busy else ''}\n"
-        "print(*(worker._process.pid for worker in pool._workers), flush=True)\n"
-        "time.sleep(100)\n"
+        "import functools, time\nfrom pathlib import Path\nfrom maxbatch import "
+        "load_config\nfrom maxbatch.config.sections import DataConfig\nfrom maxbatch.data.store "
+        "import tokenise\nfrom maxbatch.data.store.documents import DocumentSource\nfrom "
+        "maxbatch.data.store.files import SourceFile\nfrom maxbatch.data.store.formats import "
+        "Piece\nfrom maxbatch.data.store.token_store import TokenLayout\nfrom "
+        "maxbatch.data.store.tokenizers import ByteTokenizer\nfrom maxbatch.system.worker_pool "
+        "import WorkerPool\nconfig = load_config().store\nsource = "
+        "DocumentSource.from_config(config)\nhow = tokenise.Tokeniser(source, ByteTokenizer(), "
+        "TokenLayout.from_config(config, ByteTokenizer()))\npool = "
+        "WorkerPool(functools.partial(tokenise._part_writer, how), "
+        "2)\npool.wait_for_setup()\njob = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, "
+        f"0),)\n{ask if busy else ''}\nprint(*(worker._process.pid for worker in pool._workers), "
+        "flush=True)\ntime.sleep(100)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(map(alive, workers)), seconds=60)
 
 
-def test_the_same_command_again_reads_nothing(data: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_again_reads_nothing(
+    data: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(data, "--output", "out", "--workers", "1")
     monkeypatch.setattr(DocumentSource, "documents", lambda *_: pytest.fail("read again"))
     monkeypatch.setattr(builder, "_write_files", lambda *_: pytest.fail("built again"))
@@ -188,19 +204,31 @@ def test_a_store_that_is_replaced_takes_nothing_else_with_it(data: str, capsys: 
     assert "replaces 200 documents" in capsys.readouterr().err
     assert prepared("out").manifest["documents"] == 201
     assert {*os.listdir("out")} == {"README", "second", *store_files(Path("out"))}
-    assert Path("out/README").read_text() == "mine" and prepared("out/second").manifest["documents"] == 200
+    assert (
+        Path("out/README").read_text() == "mine"
+        and prepared("out/second").manifest["documents"] == 200
+    )
 
 
-def test_another_datasets_store_is_not_replaced(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_datasets_store_is_not_replaced(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(data, "--output", "out", "--workers", "1")
     write_jsonl(tmp_path / "b.jsonl", [{"text": text} for text in some_texts(9)])
-    monkeypatch.setattr(builder, "_write_files", lambda *_: pytest.fail("tokenised before it was refused"))
-    said = f"--output {tmp_path}/out: holds another dataset's store .*; works: --output {tmp_path}/out-2"
+    monkeypatch.setattr(
+        builder, "_write_files", lambda *_: pytest.fail("tokenised before it was refused")
+    )
+    said = (
+        f"--output {tmp_path}/out: holds another dataset's store .*; works: --output "
+        f"{tmp_path}/out-2"
+    )
     with pytest.raises(ConfigError, match=said):
         run(f"dataset_path={tmp_path}/b.jsonl", "--output", "out")
     assert prepared("out").manifest["documents"] == 200
     os.rename("a.jsonl", "moved.jsonl")
-    assert run("dataset_path=moved.jsonl", "--output", "out") == 0, "the same content is the same store"
+    assert run("dataset_path=moved.jsonl", "--output", "out") == 0, (
+        "the same content is the same store"
+    )
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -215,10 +243,14 @@ def test_an_output_that_is_a_link_to_a_folder_is_taken(data: str, is_there: bool
             file.writelines(json.dumps({"text": text}) + "\n" for text in some_texts(200)[::-1])
 
 
-def test_a_folder_with_other_things_is_refused_with_one_that_works(data: str, tmp_path: Path) -> None:
+def test_a_folder_with_other_things_is_refused_with_one_that_works(
+    data: str, tmp_path: Path
+) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").touch()
-    with pytest.raises(ConfigError, match=f"--output {tmp_path}/home: .*; works: --output {tmp_path}/home/tokens"):
+    with pytest.raises(
+        ConfigError, match=f"--output {tmp_path}/home: .*; works: --output {tmp_path}/home/tokens"
+    ):
         run(data, "--output", "home")
     assert os.listdir("home") == ["thesis.tex"]
     run(data, "--output", "home/tokens", "--workers", "1")
@@ -236,7 +268,8 @@ def test_flipped_bits_are_found(data: str, capsys: Output) -> None:
     for place in (0, 2, size // 2, size - 1):
         _flip("out/tokens.bin", place)
         with pytest.raises(
-            ConfigError, match=r"out/tokens\.bin: .*block \d+ \(bytes \d+ on\) differs from its hash in blocks\.bin"
+            ConfigError,
+            match=r"out/tokens\.bin: .*block \d+ \(bytes \d+ on\) differs from its hash in blocks\.bin",
         ):
             run("--verify", "out")
         _flip("out/tokens.bin", place)
@@ -268,15 +301,26 @@ def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> N
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
     run(data, *bpe, "--output", "out", "--workers", "1")
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert manifest["vocab_size"] == make_tokenizer("huggingface", load_config(overrides=bpe).tokenizer_path).vocab_size
+    assert (
+        manifest["vocab_size"]
+        == make_tokenizer("huggingface", load_config(overrides=bpe).tokenizer_path).vocab_size
+    )
     other = {**manifest, "vocab_size": 20}
-    Path("out/manifest.json").write_text(json.dumps({**other, "checksum": manifest_checksum(other)}))
-    with pytest.raises(ConfigError, match=r"tokens\.bin: .*document 0 has the id \d+, and its ids end at 19"):
+    Path("out/manifest.json").write_text(
+        json.dumps({**other, "checksum": manifest_checksum(other)})
+    )
+    with pytest.raises(
+        ConfigError, match=r"tokens\.bin: .*document 0 has the id \d+, and its ids end at 19"
+    ):
         run("--verify", "out")
 
 
-def test_a_store_without_a_token_is_verified(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts])
+def test_a_store_without_a_token_is_verified(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts]
+    )
     run(data, "add_bos=false", "add_eos=false", "--output", "out", "--workers", "1")
     run("--verify", "out")
 
@@ -285,18 +329,33 @@ def test_a_damaged_manifest_is_one_line(data: str) -> None:
     run(data, "--output", "out", "--workers", "1")
     for text in ("[]", "3", '{"version": 2, "sizes": 3}', "[" * 100_000):
         Path("out/manifest.json").write_text(text)
-        with pytest.raises(ConfigError, match="--verify out: not a prepared dataset, or a damaged one"):
+        with pytest.raises(
+            ConfigError, match="--verify out: not a prepared dataset, or a damaged one"
+        ):
             run("--verify", "out")
         with pytest.raises(ConfigError, match=r"dataset_path='out'.*damaged"):
             prepared("out")
 
 
-def test_a_tokenizer_that_lacks_its_unk_token_is_one_line_also_from_workers(data: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_lacks_its_unk_token_is_one_line_also_from_workers(
+    data: str, tmp_path: Path
+) -> None:
     path = write_without_unk_token(tmp_path / "t")
     for workers in ("1", "2"):
-        with pytest.raises(ConfigError, match=r"tokenizer_path=.*cannot encode every text: .*\[UNK\]") as raised:
-            run(data, "tokenizer_type=huggingface", f"tokenizer_path={path}", "add_bos=false", "add_eos=false",
-                "--output", "out", "--workers", workers)  # fmt: skip
+        with pytest.raises(
+            ConfigError, match=r"tokenizer_path=.*cannot encode every text: .*\[UNK\]"
+        ) as raised:
+            run(
+                data,
+                "tokenizer_type=huggingface",
+                f"tokenizer_path={path}",
+                "add_bos=false",
+                "add_eos=false",
+                "--output",
+                "out",
+                "--workers",
+                workers,
+            )
         assert "\n" not in str(raised.value)
         assert not Path("out").exists()
 
@@ -311,7 +370,9 @@ def test_another_tokenizer_than_the_prepared_one_is_refused(data: str, tmp_path:
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
     run(data, *bpe, "--output", "out", "--workers", "1")
     assert prepared("out", *bpe).manifest["tokenizer"].startswith("huggingface:")
-    with pytest.raises(ConfigError, match=r"tokenizer_type=byte, .*prepared with tokenizer 'huggingface:.*'byte'"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_type=byte, .*prepared with tokenizer 'huggingface:.*'byte'"
+    ):
         prepared("out")
     run(data, "--output", "bytes", "--workers", "1")
     with pytest.raises(ConfigError, match="works: tokenizer_type=byte tokenizer_path=''"):
@@ -328,16 +389,27 @@ def test_other_special_tokens_than_the_prepared_ones_are_refused(data: str, key:
 
 @pytest.mark.parametrize("path", ["", "none", "a.jsonl", "."])
 def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
-    with pytest.raises(ConfigError, match=f"dataset_path='{path}': dataset_type=tokens needs a folder"):
+    with pytest.raises(
+        ConfigError, match=f"dataset_path='{path}': dataset_type=tokens needs a folder"
+    ):
         prepared(path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is computed, not read"),
-        (["dataset_type=tokens", "dataset_path=my a"], "works: maxbatch train dataset_type=tokens 'dataset_path=my a'"),
-        (["dataset_path=a.jsonl,2;b.jsonl,1"], "a mixture is prepared source by source.*works: dataset_path=a.jsonl"),
+        (
+            ["dataset_type=synthetic", "dataset_path="],
+            "dataset_type=synthetic: is computed, not read",
+        ),
+        (
+            ["dataset_type=tokens", "dataset_path=my a"],
+            "works: maxbatch train dataset_type=tokens 'dataset_path=my a'",
+        ),
+        (
+            ["dataset_path=a.jsonl,2;b.jsonl,1"],
+            "a mixture is prepared source by source.*works: dataset_path=a.jsonl",
+        ),
     ],
 )
 def test_what_cannot_be_prepared_is_refused(data: str, overrides: list[str], problem: str) -> None:
@@ -346,11 +418,19 @@ def test_what_cannot_be_prepared_is_refused(data: str, overrides: list[str], pro
     assert not Path("out").exists()
 
 
-def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, tmp_path: Path, capsys: Output) -> None:
+def test_the_next_command_is_what_was_typed_with_the_folder_instead(
+    data: str, tmp_path: Path, capsys: Output
+) -> None:
     write_jsonl(tmp_path / "held.jsonl", [{"t": "held out"}])
     (tmp_path / "b.jsonl").write_text('{"t": "x"}\n')
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
-    typed = ["dataset_path=b.jsonl", "text_field=t", *bpe, "eval_dataset_path=held.jsonl", "steps=3"]
+    typed = [
+        "dataset_path=b.jsonl",
+        "text_field=t",
+        *bpe,
+        "eval_dataset_path=held.jsonl",
+        "steps=3",
+    ]
     run(*typed, "--output", "my out", "--workers", "1")
     of_eval, following = capsys.readouterr().out.splitlines()[-2:]
     eval_command = shlex.split(of_eval)
@@ -363,7 +443,9 @@ def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, t
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     check_vocabulary(config, tokenizer.vocab_size)
     assert open_store(config.store, tokenizer).manifest["documents"] == 1
-    assert open_store(config.store, tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
+    assert open_store(config.store, tokenizer, "eval_dataset_path").manifest["text_bytes"] == len(
+        "held out"
+    )
 
 
 @pytest.mark.runs

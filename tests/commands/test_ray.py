@@ -1,4 +1,6 @@
-"""`prepare` and `sweep` on a Ray cluster of two nodes, one of which is killed: they leave what one machine leaves."""
+"""`prepare` and `sweep` on a Ray cluster of two nodes, one of which is killed: they leave what one
+machine leaves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from tests.helpers.tiny import read_metrics
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    # Ray starts its processes by a fork; where other modules of tests have started JAX, JAX warns of it.
+    # Ray starts its processes by a fork; where other modules of tests have started JAX, JAX warns
+    # of it.
     pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
 ]
 _NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
@@ -49,13 +52,17 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'maxbatch[ray]')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
-        patch.setenv("XLA_FLAGS", environment()["XLA_FLAGS"])  # the trials' are those of a command on one machine
+        # the trials' are those of a command on one machine
+        patch.setenv("XLA_FLAGS", environment()["XLA_FLAGS"])
         from ray.cluster_utils import Cluster
 
         with interrupts_ignored(), patch.context() as of_nodes:
-            for name in shared_variables(os.environ):  # a node knows nothing of the command's bucket
+            # a node knows nothing of the command's bucket
+            for name in shared_variables(os.environ):
                 of_nodes.delenv(name)
-            made = Cluster(initialize_head=True, head_node_args=_NODE | {"include_dashboard": False})
+            made = Cluster(
+                initialize_head=True, head_node_args=_NODE | {"include_dashboard": False}
+            )
         yield made
         made.shutdown()
 
@@ -69,11 +76,16 @@ def kill_node(cluster: Any) -> KillNode:
 
 
 def test_prepare_gives_the_same_bytes_when_a_node_is_killed(
-    cluster: Any, kill_node: KillNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Any,
+    kill_node: KillNode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with open("web.jsonl", "w") as file:
         for number in range(200_000):
-            file.write(json.dumps({"text": f"document {number} " + "words of it " * (number % 40)}) + "\n")
+            file.write(
+                json.dumps({"text": f"document {number} " + "words of it " * (number % 40)}) + "\n"
+            )
     data = ["dataset_type=jsonl", "dataset_path=web.jsonl", "eval_fraction=0.01"]
     assert main(["prepare", *data, "--workers", "1", "--output", "one"]) == 0
     left = [kill_node]
@@ -83,24 +95,32 @@ def test_prepare_gives_the_same_bytes_when_a_node_is_killed(
         yield lambda num_bytes: left.pop()() if left else None
 
     monkeypatch.setattr(prepare, "bytes_bar", progress_of_a_cluster)
-    assert main(["prepare", *data, "--ray", cluster.address, "--output", "two"]) == 0, capsys.readouterr().err
+    assert main(["prepare", *data, "--ray", cluster.address, "--output", "two"]) == 0, (
+        capsys.readouterr().err
+    )
     assert not left, "the node was killed"
     files = sorted(path.name for path in Path("one").iterdir())
     assert files == sorted(path.name for path in Path("two").iterdir())
-    assert all((Path("one") / name).read_bytes() == (Path("two") / name).read_bytes() for name in files)
+    assert all(
+        (Path("one") / name).read_bytes() == (Path("two") / name).read_bytes() for name in files
+    )
 
 
 def test_prepare_and_sweep_use_a_bucket_that_is_known_to_the_command_alone(
     cluster: Any, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket = store.bucket()
-    lines = (json.dumps({"text": f"document {n} " + "words of it " * (n % 40)}) + "\n" for n in range(20_000))
+    lines = (
+        json.dumps({"text": f"document {n} " + "words of it " * (n % 40)}) + "\n"
+        for n in range(20_000)
+    )
     as_path(f"{bucket}/web.jsonl").write_bytes("".join(lines).encode())
     data = ["prepare", "dataset_type=jsonl", f"dataset_path={bucket}/web.jsonl"]
     for output, *flags in (("one", "--workers", "1"), ("two", "--ray", cluster.address)):
         assert main([*data, "--output", f"{bucket}/{output}", *flags]) == 0, capsys.readouterr().err
     one, two = (
-        {path.name: path.read_bytes() for path, _ in as_path(f"{bucket}/{output}").files()} for output in ("one", "two")
+        {path.name: path.read_bytes() for path, _ in as_path(f"{bucket}/{output}").files()}
+        for output in ("one", "two")
     )
     assert one == two and len(one) >= 3
 
@@ -111,9 +131,13 @@ def test_prepare_and_sweep_use_a_bucket_that_is_known_to_the_command_alone(
         assert (result.status, result.steps) == (Status.DONE, 4)
 
 
-def test_the_first_bad_record_is_named_as_on_one_machine(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_bad_record_is_named_as_on_one_machine(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [json.dumps({"text": "words of it " * 40}) for _ in range(30_000)]
-    Path("web.jsonl").write_text("\n".join([*lines[:20_000], '{"text": 7}', *lines[20_000:], "no record"]))
+    Path("web.jsonl").write_text(
+        "\n".join([*lines[:20_000], '{"text": 7}', *lines[20_000:], "no record"])
+    )
     data = ["prepare", "dataset_type=jsonl", "dataset_path=web.jsonl", "--output", "tokens"]
     errors = []
     for flags in (["--workers", "1"], ["--ray", cluster.address]):
@@ -122,14 +146,20 @@ def test_the_first_bad_record_is_named_as_on_one_machine(cluster: Any, capsys: p
     assert "20001" in errors[0] and errors[0] == errors[1] and not Path("tokens").exists()
 
 
-def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(cluster: Any, kill_node: KillNode) -> None:
+def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(
+    cluster: Any, kill_node: KillNode
+) -> None:
     base = {"steps": 200, "checkpoint_period": 20}
     rates: dict[str, Any] = {"learning_rate": ["1e-3", "3e-3", "1e-2", "3e-2"]}
     command = ["sweep", write_sweep(rates, base, parallel=2), "--ray", cluster.address]
     folder = SweepFolder(Path("sw"))
 
     def running(at_least: int) -> bool:
-        begun = [trial.folder for trial in folder.trials() if not trial.is_finished and recorded(trial.folder)]
+        begun = [
+            trial.folder
+            for trial in folder.trials()
+            if not trial.is_finished and recorded(trial.folder)
+        ]
         return len(begun) >= at_least
 
     def ended(at_least: int) -> bool:
@@ -156,12 +186,16 @@ def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(clust
     wait_for(lambda: num_starts() > starts, second)
     second.send_signal(signal.SIGTERM)
     output, _ = second.communicate(timeout=600)
-    assert second.returncode == 75 and "of 4 trials are left. The same command continues." in output, output
+    assert (
+        second.returncode == 75 and "of 4 trials are left. The same command continues." in output
+    ), output
 
     third = maxbatch(*command)
     assert third.returncode == 0, third.stdout + third.stderr
     trials = folder.trials()
-    assert len(trials) == 4 and 4 < num_starts() <= 4 + 1 + 1 + 2 + 2, "a lost node and two stops interrupt trials"
+    assert len(trials) == 4 and 4 < num_starts() <= 4 + 1 + 1 + 2 + 2, (
+        "a lost node and two stops interrupt trials"
+    )
     for trial in trials:
         assert [record["step"] for record in read_metrics(trial.folder)] == list(range(1, 201))
 
@@ -169,11 +203,17 @@ def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(clust
     assert alone.returncode == 0, alone.stdout + alone.stderr
     there, here = folder.results("loss"), SweepFolder(Path("one")).results("loss")
     for ours, theirs in zip(there, here, strict=True):
-        assert ours.trial.overrides == theirs.trial.overrides and ours[1:3] == theirs[1:3] and ours[4:] == theirs[4:]
+        assert (
+            ours.trial.overrides == theirs.trial.overrides
+            and ours[1:3] == theirs[1:3]
+            and ours[4:] == theirs[4:]
+        )
         assert ours.value == pytest.approx(theirs.value, rel=1e-5)
 
 
-def test_what_a_cluster_cannot_do_is_one_line(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_cluster_cannot_do_is_one_line(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, said in (
         (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no Ray cluster answers"),
         (["--ray", "nonsense"], "--ray nonsense: no Ray cluster answers (Invalid address format"),
@@ -183,7 +223,9 @@ def test_what_a_cluster_cannot_do_is_one_line(cluster: Any, capsys: pytest.Captu
         assert said in error and error.count("\n") == 1
 
 
-def test_an_address_that_never_answers_is_refused_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_never_answers_is_refused_within_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'maxbatch[ray]')")
     Path("web.jsonl").write_text('{"text": "one"}')
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -6,8 +6,15 @@ import pytest
 
 from maxbatch.commands.refusing import may_have_others
 
-NAMES = ("JAX_NUM_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES", "TPU_WORKER_HOSTNAMES",
-         "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")  # fmt: skip
+NAMES = (
+    "JAX_NUM_PROCESSES",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "MEGASCALE_NUM_SLICES",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_SKIP_MDS_QUERY",
+)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +40,7 @@ def test_the_variables_of_launchers_name_other_hosts(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("maxbatch.commands.refusing.tpu_version_here", lambda: "v5p" if is_tpu else None)
+    monkeypatch.setattr(
+        "maxbatch.commands.refusing.tpu_version_here", lambda: "v5p" if is_tpu else None
+    )
     assert may_have_others() is expected

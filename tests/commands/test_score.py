@@ -30,9 +30,18 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on conversations, in bfloat16 with a mesh of its own."""
     folder = tmp_path_factory.mktemp("run")
     config = chat_config(
-        folder, TALKS, *TINY_MODEL, "max_target_length=64", f"run_dir={folder / 'run'}", "steps=2",
-        "generate_prompt=", "per_device_batch_size=2", "ici_tensor_parallelism=2", "dtype=bfloat16", "scan_layers=true",
-    )  # fmt: skip
+        folder,
+        TALKS,
+        *TINY_MODEL,
+        "max_target_length=64",
+        f"run_dir={folder / 'run'}",
+        "steps=2",
+        "generate_prompt=",
+        "per_device_batch_size=2",
+        "ici_tensor_parallelism=2",
+        "dtype=bfloat16",
+        "scan_layers=true",
+    )
     with jax.numpy_dtype_promotion("standard"):
         train(config, jax.devices()[:2])
     return folder / "run"
@@ -42,18 +51,25 @@ def scored(
     capsys: pytest.CaptureFixture[str], run_dir: Path, records: list[dict[str, Any]], *flags: str
 ) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["score", str(run_dir), str(write_jsonl(Path("a.jsonl"), records)), "--json", *flags]) == 0
+    assert (
+        main(["score", str(run_dir), str(write_jsonl(Path("a.jsonl"), records)), "--json", *flags])
+        == 0
+    )
     return json.loads(capsys.readouterr().out)
 
 
 @cache
 def model(run_dir: Path) -> Any:
-    _, graphdef, params = load_parameters(run_dir, ["dtype=float32", "ici_tensor_parallelism=1", "scan_layers=true"])
+    _, graphdef, params = load_parameters(
+        run_dir, ["dtype=float32", "ici_tensor_parallelism=1", "scan_layers=true"]
+    )
 
     @jax.jit
     def softmax(row_1xL: jax.Array) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
-        return jax.nn.log_softmax(decoder.hidden(row_1xL, row_1xL * 0 + 1).x_MxLxD[0] @ decoder.output_projection())
+        return jax.nn.log_softmax(
+            decoder.hidden(row_1xL, row_1xL * 0 + 1).x_MxLxD[0] @ decoder.output_projection()
+        )
 
     return softmax
 
@@ -94,11 +110,20 @@ def test_rows_in_one_pass_change_no_score_and_the_likeliest_tokens_are_known(run
         assert len(scores.logprobs) == len(scores.is_likeliest) == max(0, len(row) - 1)
         if len(row) > 1:
             np.testing.assert_allclose(scores.logprobs, expected(run_dir, row), atol=1e-5)
-            assert scores.is_likeliest.tolist() == (softmax_of(run_dir, row)[:-1].argmax(1) == row[1:]).tolist()
+            assert (
+                scores.is_likeliest.tolist()
+                == (softmax_of(run_dir, row)[:-1].argmax(1) == row[1:]).tolist()
+            )
 
 
-@pytest.mark.parametrize("mesh", [(), ("ici_tensor_parallelism=2", "ici_context_parallelism=2"),
-                                  ("ici_pipeline_parallelism=2",)])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (),
+        ("ici_tensor_parallelism=2", "ici_context_parallelism=2"),
+        ("ici_pipeline_parallelism=2",),
+    ],
+)
 def test_every_mesh_gives_the_same_scores(run_dir: Path, capsys, mesh: tuple[str, ...]) -> None:
     rows = [[5, 9, 300, 7], list(range(16))]
     found = scored(capsys, run_dir, [{"tokens": row} for row in rows], *mesh)
@@ -114,13 +139,17 @@ def test_conversations_have_the_tokens_and_weights_of_training(run_dir: Path, ca
         sample = stream[number]
         real = sample["segments"] > 0
         assert record["weights"] == sample["weights"][real][1:].tolist()
-        np.testing.assert_allclose(record["logprobs"], expected(run_dir, sample["tokens"][real].tolist()), atol=1e-5)
+        np.testing.assert_allclose(
+            record["logprobs"], expected(run_dir, sample["tokens"][real].tolist()), atol=1e-5
+        )
     weights, losses = zip(*((sum(r["weights"]), r["loss"]) for r in found["records"]), strict=True)
     assert found["loss"] == pytest.approx(np.average(losses, weights=weights))
 
 
 def test_texts_are_tokenised_by_the_models_tokenizer(run_dir: Path, capsys) -> None:
-    found = scored(capsys, run_dir, [{"text": "the quick fox"}, {"prompt": "the", "completion": " fox"}])
+    found = scored(
+        capsys, run_dir, [{"text": "the quick fox"}, {"prompt": "the", "completion": " fox"}]
+    )
     tokenizer = open_stream(chat_config(run_dir.parent, None)).tokenizer
     ids = tokenizer.encode("the quick fox").tolist()
     np.testing.assert_allclose(found["records"][0]["logprobs"], expected(run_dir, ids), atol=1e-5)
@@ -131,14 +160,22 @@ def test_texts_are_tokenised_by_the_models_tokenizer(run_dir: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"tokens": [1, 320]}, "line 2: token 320 is not an id of this model, whose ids are 0 to 319"),
+        (
+            {"tokens": [1, 320]},
+            "line 2: token 320 is not an id of this model, whose ids are 0 to 319",
+        ),
         ({"tokens": "ab"}, "line 2: field tokens must be a list of whole numbers"),
         ({"text": 3}, "line 2: field text is a int"),
-        ({"body": 3}, "line 2: needs text, tokens, messages, or prompt and completion; its fields: 'body'"),
+        (
+            {"body": 3},
+            "line 2: needs text, tokens, messages, or prompt and completion; its fields: 'body'",
+        ),
         (talk("a"), "line 2: ends with a message of the user, and no message of the assistant"),
     ],
 )
-def test_a_record_that_cannot_be_scored_is_one_line(run_dir: Path, capsys, record: Any, problem: str) -> None:
+def test_a_record_that_cannot_be_scored_is_one_line(
+    run_dir: Path, capsys, record: Any, problem: str
+) -> None:
     file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2]}, record])
     assert main(["score", str(run_dir), str(file)]) == 2
     assert problem in capsys.readouterr().err
@@ -156,12 +193,16 @@ def test_bad_records_are_left_out_and_counted_if_asked(run_dir: Path, capsys) ->
 
 
 def test_equal_records_are_left_out_and_counted_if_asked(run_dir: Path, capsys) -> None:
-    file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2]}, {"tokens": [1, 3]}, {"tokens": [1, 2], "id": 3}])
+    file = write_jsonl(
+        Path("a.jsonl"), [{"tokens": [1, 2]}, {"tokens": [1, 3]}, {"tokens": [1, 2], "id": 3}]
+    )
     assert main(["score", str(run_dir), str(file), "--json", "deduplicate=true"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert [record["record"] for record in found["records"]] == [1, 2]
-    assert found["skipped_records"] == [{"record": 3, "reason": f"equal to record 1 of {file.absolute()}"}]
+    assert found["skipped_records"] == [
+        {"record": 3, "reason": f"equal to record 1 of {file.absolute()}"}
+    ]
     assert "1 record left out: 1 x equal to an earlier record" in printed.err
 
 
@@ -178,7 +219,10 @@ def test_people_see_the_loss_of_each_record(run_dir: Path, capsys) -> None:
     file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2, 3]}, {"tokens": [1]}])
     assert main(["score", str(run_dir), str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("record 1  tokens 2  loss ") and lines[1] == "record 2  tokens 0  loss -"
+    assert (
+        lines[0].startswith("record 1  tokens 2  loss ")
+        and lines[1] == "record 2  tokens 0  loss -"
+    )
     assert lines[2].startswith("2 records  tokens 2  loss ")
 
 

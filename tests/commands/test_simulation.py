@@ -16,14 +16,17 @@ from tests.helpers.tiny import TINY_RUN
 
 
 @pytest.mark.parametrize(
-    "command", [("train", *TINY_RUN), ("compile", *TINY_RUN), ("fit", *TINY_RUN)], ids=lambda words: words[0]
+    "command",
+    [("train", *TINY_RUN), ("compile", *TINY_RUN), ("fit", *TINY_RUN)],
+    ids=lambda words: words[0],
 )
 def test_more_devices_than_a_process_can_run_are_one_line(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--simulate-devices", "100000"]) == 2
     assert capsys.readouterr().err == (
-        "maxbatch: error: --simulate-devices 100000: must be at most 2048; works: --simulate-devices 2048\n"
+        "maxbatch: error: --simulate-devices 100000: must be at most 2048; works: "
+        "--simulate-devices 2048\n"
     )
 
 
@@ -45,12 +48,15 @@ def test_more_hosts_than_a_machine_can_run_are_one_line(
 @pytest.mark.parametrize(
     "keys",
     [
-        ("batch_size_schedule=0:6 12:8", "per_device_batch_size=4"),  # the first stage may be behind a resume
+        # the first stage may be behind a resume
+        ("batch_size_schedule=0:6 12:8", "per_device_batch_size=4"),
         ("steps=91", "num_epochs=2"),  # the data decides whether they agree
     ],
     ids=str,
 )
-def test_a_plan_that_needs_the_run_is_left_to_the_hosts(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_needs_the_run_is_left_to_the_hosts(
+    keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(simulation, "run_hosts", lambda command, *_: started.append(command) or 0)
     assert main(["train", *keys, "--simulate-hosts", "4"]) == 0
@@ -60,8 +66,16 @@ def test_a_plan_that_needs_the_run_is_left_to_the_hosts(keys: tuple[str, ...], m
 @pytest.mark.parametrize(
     ("scripts", "said", "code"),
     [
-        (("stop", "end 75"), "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved", 75),
-        (("stop", "end 1"), "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved", 75),
+        (
+            ("stop", "end 75"),
+            "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved",
+            75,
+        ),
+        (
+            ("stop", "end 1"),
+            "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved",
+            75,
+        ),
         (("stop", "wait"), "host 0 of 2 has died: it is stopped", 75),
         (("stop", "stop"), "host 0 of 2 has died: it is stopped", 75),
         (("wait", "stop"), "host 1 of 2 has died: it is stopped", 75),
@@ -70,15 +84,28 @@ def test_a_plan_that_needs_the_run_is_left_to_the_hosts(keys: tuple[str, ...], m
     ],
 )
 def test_a_host_that_is_stopped_is_a_dead_one(
-    scripts: tuple[str, str], said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripts: tuple[str, str],
+    said: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Shells in place of hosts, and a short timeout."""
-    words = {"stop": "kill -STOP $$; sleep 60", "stop 0.3": "(sleep 0.3; kill -CONT $$) & kill -STOP $$",
-             "wait": "sleep 60", "end 0": "exit 0",
-             "end 1": "sleep 0.2; exit 1", "end 75": "sleep 0.2; exit 75"}  # fmt: skip
+    words = {
+        "stop": "kill -STOP $$; sleep 60",
+        "stop 0.3": "(sleep 0.3; kill -CONT $$) & kill -STOP $$",
+        "wait": "sleep 60",
+        "end 0": "exit 0",
+        "end 1": "sleep 0.2; exit 1",
+        "end 75": "sleep 0.2; exit 75",
+    }
 
-    def started(arguments: object, output: object, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", words[scripts[int(variables["JAX_PROCESS_ID"])]]], stdin=subprocess.PIPE)
+    def started(
+        arguments: object, output: object, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["sh", "-c", words[scripts[int(variables["JAX_PROCESS_ID"])]]], stdin=subprocess.PIPE
+        )
 
     monkeypatch.setattr(simulation, "start_child", started)
     monkeypatch.setattr(simulation, "_STOPPED_S", 0.1)

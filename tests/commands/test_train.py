@@ -1,4 +1,6 @@
-"""`maxbatch train` as a process: it stops when asked, survives being killed, and resumes as if nothing had been."""
+"""`maxbatch train` as a process: it stops when asked, survives being killed, and resumes as if
+nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from maxbatch.runs.sessions import read_sessions
 from maxbatch.training.pretraining import train
 from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import MEASURED, ONE_LAYER, SAME, TINY_RUN, assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import (
+    MEASURED,
+    ONE_LAYER,
+    SAME,
+    TINY_RUN,
+    assert_same_run,
+    read_metrics,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +45,12 @@ RAMP = (
     "checkpoint_period=4",
 )
 # The same batches on half the devices: twice the rows on each.
-RAMP_ON_TWO = (*RAMP, "per_device_batch_size_start=4", "per_device_batch_size_increment=4", "per_device_batch_size=12")
+RAMP_ON_TWO = (
+    *RAMP,
+    "per_device_batch_size_start=4",
+    "per_device_batch_size_increment=4",
+    "per_device_batch_size=12",
+)
 ALSO_SAME = (*SAME, "learning_rate", "tokens_seen")
 
 
@@ -47,7 +62,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return read_metrics(run_dir)
 
 
-def test_nothing_compiles_on_the_critical_path_after_the_second_step(uninterrupted: list[dict]) -> None:
+def test_nothing_compiles_on_the_critical_path_after_the_second_step(
+    uninterrupted: list[dict],
+) -> None:
     assert {m["stage"] for m in uninterrupted} == {0, 1, 2}
     assert len({m["compiles"] for m in uninterrupted[1:]}) == 1
 
@@ -58,8 +75,8 @@ def test_a_length_in_data_is_met_exactly(uninterrupted: list[dict]) -> None:
     assert uninterrupted[-1]["global_batch_size"] < 72
 
 
-# A program that runs the command line it is given, then prints the packages that other threads imported, and whether
-# Orbax is loaded.
+# A program that runs the command line it is given, then prints the packages that other threads
+# imported, and whether Orbax is loaded.
 IMPORTS = """
 import sys, threading
 def note(event, arguments):
@@ -80,13 +97,16 @@ print("orbax:", "orbax.checkpoint" in sys.modules)
 def imports(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     run_dir = tmp_path_factory.mktemp("imports")
     command = [sys.executable, "-c", IMPORTS, "train", *TINY_RUN, "steps=3", f"run_dir={run_dir}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=600, check=True
+    )
     assert len(read_metrics(run_dir)) == 3
     return done.stdout.splitlines()
 
 
 def test_only_the_main_thread_imports_packages(imports: list[str]) -> None:
-    """Grain's own lazy imports exchange `__import__` for all threads: JAX traced by another one would fail.
+    """Grain's own lazy imports exchange `__import__` for all threads: JAX traced by another one
+    would fail.
 
     What JAX imports of jaxlib on the thread that first lowers is no such import.
     """
@@ -117,8 +137,17 @@ def test_kill_9_in_the_ramp_and_resume_on_half_the_devices_is_unnoticed(
     assert_same_run(read_metrics(tmp_path), uninterrupted, ALSO_SAME)
 
 
-def test_a_signal_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path, uninterrupted: list[dict]) -> None:
-    command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
+    tmp_path: Path, uninterrupted: list[dict]
+) -> None:
+    command = (
+        "train",
+        *RAMP,
+        f"run_dir={tmp_path}",
+        "checkpoint_period=1000",
+        "--simulate-devices",
+        "4",
+    )
     done = 0
     for number, step in ((signal.SIGHUP, 5), (signal.SIGINT, 10)):
         hold = Hold(step, Path.cwd())
@@ -152,13 +181,19 @@ def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
     assert {"maxbatch", "python", "jax", "jaxlib"} <= session.versions.keys()
 
 
-def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_takes_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2"]
     assert main(command) == 0
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert main(command) == 0 and "is complete" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert main([*command, "steps=3"]) == 0 and [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3]
+    assert main([*command, "steps=3"]) == 0 and [m["step"] for m in read_metrics(tmp_path)] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_config_of_a_run_repeats_it(tmp_path: Path) -> None:
@@ -169,13 +204,17 @@ def test_the_config_of_a_run_repeats_it(tmp_path: Path) -> None:
     assert_same_run(read_metrics(other), read_metrics(one), ALSO_SAME)
 
 
-def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_prints_the_fingerprint_that_the_step_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", *TINY_RUN, f"run_dir={tmp_path}", "steps=3"]) == 0
     third = read_metrics(tmp_path)[2]
     size = third["global_batch_size"]
     first = third["samples_seen"] - size
     capsys.readouterr()
-    assert main(["data", *TINY_RUN, "--first", str(first), "--count", str(size), "--fingerprint"]) == 0
+    assert (
+        main(["data", *TINY_RUN, "--first", str(first), "--count", str(size), "--fingerprint"]) == 0
+    )
     assert capsys.readouterr().out.strip() == third["data_fingerprint"]
 
 
@@ -206,7 +245,13 @@ def test_a_resume_onto_another_stream_or_model_is_refused(
 def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    diverging = ["train", *TINY_RUN, f"run_dir={tmp_path}", "max_consecutive_skips=3", "checkpoint_period=1"]
+    diverging = [
+        "train",
+        *TINY_RUN,
+        f"run_dir={tmp_path}",
+        "max_consecutive_skips=3",
+        "checkpoint_period=1",
+    ]
     assert main([*diverging, "steps=2"]) == 0
     capsys.readouterr()
     broken = ("learning_rate=1e38", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
@@ -217,13 +262,17 @@ def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(
     assert main(["generate", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 
-def test_the_users_own_device_count_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_device_count_is_honoured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.helpers import command
 
     env = command.environment()
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
     monkeypatch.setattr(command, "environment", lambda: env)
-    result = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=1", "per_device_batch_size=2")
+    result = maxbatch(
+        "train", *TINY_RUN, f"run_dir={tmp_path}", "steps=1", "per_device_batch_size=2"
+    )
     assert result.returncode == 0, result.stderr
     assert read_metrics(tmp_path)[0]["global_batch_size"] == 4
 
@@ -270,9 +319,15 @@ def test_nothing_but_that_line_is_on_standard_error(tmp_path: Path, argument: st
 
 
 def test_output_is_plain_lines_on_a_pipe(tmp_path: Path) -> None:
-    result = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab")
+    result = maxbatch(
+        "train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab"
+    )
     lines = result.stdout.splitlines()
-    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == ["step 1/4", "step 2/4", "step 4/4"]
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/4",
+        "step 2/4",
+        "step 4/4",
+    ]
     assert "\x1b" not in result.stdout
     assert str(tmp_path) in result.stdout and "maxbatch generate" in result.stdout
     record = read_metrics(tmp_path)[0]

@@ -1,4 +1,6 @@
-"""What a command writes is whole or absent: on a full disk, in a full bucket, and where a right is missing."""
+"""What a command writes is whole or absent: on a full disk, in a full bucket, and where a right is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{number} " + "word " * 40}) + "\n" for number in range(200)))
+    path.write_text(
+        "".join(json.dumps({"text": f"{number} " + "word " * 40}) + "\n" for number in range(200))
+    )
     return path
 
 
@@ -42,7 +46,9 @@ def ended(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple
     """Runs a command that fails; returns its exit code and the one line of its error."""
     capsys.readouterr()
     code = main(arguments)
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")]
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")
+    ]
     assert code and len(errors) == 1, errors
     return code, errors[0]
 
@@ -52,7 +58,8 @@ def ended(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple
 def test_an_export_to_a_full_disk_leaves_nothing_and_the_same_command_works_once_there_is_room(
     run: Path, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for num_kilobytes in (4, 48, 76):  # of the 75 that it takes: none, some of the tensors, all but config.json
+    # of the 75 that it takes: none, some of the tensors, all but config.json
+    for num_kilobytes in (4, 48, 76):
         with small_disk(tmp_path / "disk", num_kilobytes) as disk:
             code, error = ended(["export", str(run), "--output", str(disk / output)], capsys)
             assert code == 1 and "no space left on the disk" in error
@@ -94,7 +101,9 @@ def test_an_export_to_a_store_that_was_killed_between_its_objects_goes_on(
     (there / "model-00009-of-00009.safetensors").write_text("of another half")
     assert main(["export", str(run), "--output", str(there)]) == 0
     assert {path.name for path, _ in there.files()} == set(FOUND)
-    assert ended(["export", str(run), "--output", str(there)], capsys)[0] == 2, "a whole export is not replaced"
+    assert ended(["export", str(run), "--output", str(there)], capsys)[0] == 2, (
+        "a whole export is not replaced"
+    )
     export_to_be_killed(str(run), str(there) + "2")
     (as_path(f"{there}2") / "notes.txt").write_text("somebody's")
     assert ended(["export", str(run), "--output", f"{there}2"], capsys)[0] == 2
@@ -103,8 +112,8 @@ def test_an_export_to_a_store_that_was_killed_between_its_objects_goes_on(
 def export_to_be_killed(run: str, there: str) -> set[str]:
     """Kills an export once its tensors are written; returns the names of its half."""
     lines = (
-        "import os, sys\nfrom maxbatch.huggingface.export import model\n"
-        "model.copy_tokenizer = lambda *_: os._exit(9)\nmodel.export_model(sys.argv[1], sys.argv[2], None)\n"
+        "import os, sys\nfrom maxbatch.huggingface.export import model\nmodel.copy_tokenizer = "
+        "lambda *_: os._exit(9)\nmodel.export_model(sys.argv[1], sys.argv[2], None)\n"
     )
     assert subprocess.run([sys.executable, "-c", lines, run, there]).returncode == 9
     return {"model.safetensors", ".building-config.json"}
@@ -125,7 +134,13 @@ def test_prepare_on_a_full_disk_leaves_nothing(
 ) -> None:
     for num_kilobytes in (4, 16, 44):
         with small_disk(tmp_path / "disk", num_kilobytes) as disk:
-            words = ["prepare", "dataset_type=jsonl", f"dataset_path={corpus}", "--output", str(disk / "tokens")]
+            words = [
+                "prepare",
+                "dataset_type=jsonl",
+                f"dataset_path={corpus}",
+                "--output",
+                str(disk / "tokens"),
+            ]
             code, error = ended(words, capsys)
             assert code == 1 and "no space left on the disk" in error
             assert [p.name for p in disk.iterdir() if not p.name.startswith(".lock")] == []
@@ -166,7 +181,10 @@ def test_a_report_and_a_choice_of_fit_on_a_full_disk_leave_what_was_there(
         (disk / "rest").write_bytes(bytes(4096))
         with pytest.raises(Exception, match="no space left on the disk"):
             write_choice(config, tiny_config(), {"per_device_batch_size": 3})
-        assert config.read_text() == "steps: 7\n" and sorted(p.name for p in disk.iterdir()) == ["my.yml", "rest"]
+        assert config.read_text() == "steps: 7\n" and sorted(p.name for p in disk.iterdir()) == [
+            "my.yml",
+            "rest",
+        ]
 
 
 @pytest.mark.runs

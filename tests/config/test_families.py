@@ -1,4 +1,6 @@
-"""Facts of a family and of a parameter are stated once: in the family's record, and in the table of parameters."""
+"""Facts of a family and of a parameter are stated once: in the family's record, and in the table of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,31 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
     """Yields the file and every node of the package's code."""
     for path in sorted(PACKAGE.rglob("*.py")):
         if not ELSEWHERE.intersection(path.parents):
-            yield from ((str(path.relative_to(PACKAGE)), node) for node in ast.walk(ast.parse(path.read_text())))
+            yield from (
+                (str(path.relative_to(PACKAGE)), node)
+                for node in ast.walk(ast.parse(path.read_text()))
+            )
 
 
 def files_with(words: set[str]) -> set[str]:
     """Returns the files with one of these texts, a tensor's name by its module's."""
     texts = {(file, node.value) for file, node in nodes() if isinstance(node, ast.Constant)}
-    return {file for file, text in texts if isinstance(text, str) and text.removesuffix(".weight") in words}
+    return {
+        file
+        for file, text in texts
+        if isinstance(text, str) and text.removesuffix(".weight") in words
+    }
 
 
 @pytest.mark.runs
 def test_a_familys_names_stand_in_its_record_alone() -> None:
     families = FAMILIES.values()
-    names = {name for one in families for name in (one.decoder_block, one.model_type, one.architecture) if name}
+    names = {
+        name
+        for one in families
+        for name in (one.decoder_block, one.model_type, one.architecture)
+        if name
+    }
     assert files_with(names) == {RECORDS}
     modules = {name for one in FAMILIES.values() for name in one.modules.values()}
     assert files_with(modules) == {RECORDS}
@@ -47,17 +61,22 @@ def test_a_parameters_axes_and_its_name_for_rematerialisation_stand_in_the_table
     kept = {row.kept for table in TABLES.values() for row in table if row.kept}
     assert files_with(kept) == {TABLE} and kept < REMAT_TENSORS.keys()
     naming = {
-        file for file, node in nodes()
-        if isinstance(node, ast.Call) and any(keyword.arg == "logical_axes" for keyword in node.keywords)
-    }  # fmt: skip
-    # Parameters are made from the table, stacked by layer, and adapted along the axes that they have.
+        file
+        for file, node in nodes()
+        if isinstance(node, ast.Call)
+        and any(keyword.arg == "logical_axes" for keyword in node.keywords)
+    }
+    # Parameters are made from the table, stacked by layer, and adapted along the axes that they
+    # have.
     assert naming == {"model/parameters.py", "model/decoder.py", "training/update/adapters.py"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_page_of_models_lists_every_family_with_its_presets(family: str) -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| (?:`(\w+)`|none) \|.*\| (.*?) ?\|$", (ROOT / "docs" / "models.md").read_text(), re.M
+        r"^\| `(\w+)` \| (?:`(\w+)`|none) \|.*\| (.*?) ?\|$",
+        (ROOT / "docs" / "models.md").read_text(),
+        re.M,
     )
     model_types = {block: (model_type, presets) for block, model_type, presets in rows}
     model_type, presets = model_types[family]

@@ -66,27 +66,76 @@ def test_a_scalar_is_read_by_its_keys_type_in_files_and_overrides_alike(
 @pytest.mark.parametrize(
     "override",
     [
-        "steps=x", "steps=1.5", "steps=", "steps=0", "steps=-3", "steps=true", "steps=9999999999999999999999",
-        "steps=٣x", "train_tokens=0.0001K", "train_tokens=3Q", "train_samples=-1",
-        "learning_rate=fast", "learning_rate=nan", "learning_rate=inf", "learning_rate=1e999",
+        "steps=x",
+        "steps=1.5",
+        "steps=",
+        "steps=0",
+        "steps=-3",
+        "steps=true",
+        "steps=9999999999999999999999",
+        "steps=٣x",
+        "train_tokens=0.0001K",
+        "train_tokens=3Q",
+        "train_samples=-1",
+        "learning_rate=fast",
+        "learning_rate=nan",
+        "learning_rate=inf",
+        "learning_rate=1e999",
         "learning_rate=0",
-        "per_device_batch_size=0", "per_device_batch_size=-1", "per_device_batch_size=1/0",
-        "per_device_batch_size=nan", "per_device_batch_size=three", "per_device_batch_size=1/2/3",
-        "gradient_accumulation_steps=0", "gradient_accumulation_steps=1.5", "global_batch_size=0",
-        "packing=yes", "packing=1", "packing=", "dtype=bf16", "dtype=float16", "remat_policy=minimum",
-        "learning_rate_schedule=cosin", "opt_type=adam", "dataset_type=xml", "model_name=llama",
-        "data_shuffle_seed=-1", "init_weights_seed=-1", "base_num_query_heads=5",
-        "head_dim=33", "base_emb_dim=0", "vocab_size=-2", "max_target_length=1", "warmup_steps_fraction=1.5",
-        "adam_b1=1", "adam_b2=-0.1", "eval_fraction=1", "checkpoint_period=0", "eval_interval=0",
-        "max_consecutive_skips=0", "grain_worker_count=-1", "grain_prefetch_buffer_size=0",
-        "ici_data_parallelism=0", "ici_tensor_parallelism=-2", "num_pipeline_microbatches=0",
-        "profile_steps=13:10", "profile_steps=10", "run_dir=", "num_epochs=0", "log_period=0",
-        "max_num_checkpoints_to_keep=0", "reference_batch_size=0",
+        "per_device_batch_size=0",
+        "per_device_batch_size=-1",
+        "per_device_batch_size=1/0",
+        "per_device_batch_size=nan",
+        "per_device_batch_size=three",
+        "per_device_batch_size=1/2/3",
+        "gradient_accumulation_steps=0",
+        "gradient_accumulation_steps=1.5",
+        "global_batch_size=0",
+        "packing=yes",
+        "packing=1",
+        "packing=",
+        "dtype=bf16",
+        "dtype=float16",
+        "remat_policy=minimum",
+        "learning_rate_schedule=cosin",
+        "opt_type=adam",
+        "dataset_type=xml",
+        "model_name=llama",
+        "data_shuffle_seed=-1",
+        "init_weights_seed=-1",
+        "base_num_query_heads=5",
+        "head_dim=33",
+        "base_emb_dim=0",
+        "vocab_size=-2",
+        "max_target_length=1",
+        "warmup_steps_fraction=1.5",
+        "adam_b1=1",
+        "adam_b2=-0.1",
+        "eval_fraction=1",
+        "checkpoint_period=0",
+        "eval_interval=0",
+        "max_consecutive_skips=0",
+        "grain_worker_count=-1",
+        "grain_prefetch_buffer_size=0",
+        "ici_data_parallelism=0",
+        "ici_tensor_parallelism=-2",
+        "num_pipeline_microbatches=0",
+        "profile_steps=13:10",
+        "profile_steps=10",
+        "run_dir=",
+        "num_epochs=0",
+        "log_period=0",
+        "max_num_checkpoints_to_keep=0",
+        "reference_batch_size=0",
     ],
-)  # fmt: skip
+)
 def test_a_bad_value_is_answered_by_key_value_rule_and_a_value_that_works(override: str) -> None:
     name, _, value = override.partition("=")
-    message = error_of(overrides=(override,)) if override != "steps=" else error_of(overrides=("steps=null",))
+    message = (
+        error_of(overrides=(override,))
+        if override != "steps="
+        else error_of(overrides=("steps=null",))
+    )
     assert message.startswith(f"{name}={value}" if override != "steps=" else "steps=null")
     rule, _, works = message.partition("; works: ")
     assert re.search(r": (must be|one of)", rule)
@@ -128,7 +177,13 @@ def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works
 
 def test_a_config_is_a_frozen_mapping_with_the_sections_of_its_keys() -> None:
     config = load_config(steps=3)
-    assert config.steps == config["steps"] == dict(config)["steps"] == pickle.loads(pickle.dumps(config)).steps == 3
+    assert (
+        config.steps
+        == config["steps"]
+        == dict(config)["steps"]
+        == pickle.loads(pickle.dumps(config)).steps
+        == 3
+    )
     assert list(config) == list(KEYS) and config.model.items() <= config.items()
     with pytest.raises(AttributeError, match="steps: a Config is frozen"):
         config.steps = 4  # type: ignore[misc]
@@ -137,14 +192,27 @@ def test_a_config_is_a_frozen_mapping_with_the_sections_of_its_keys() -> None:
 
 def test_a_config_dict_of_a_users_is_planned_as_the_config_that_it_holds() -> None:
     config = load_config(global_batch_size=64)
-    plans = [BatchPlan.from_config(one, num_devices=8).to_dict() for one in (config, ConfigDict(config.to_dict()))]
+    plans = [
+        BatchPlan.from_config(one, num_devices=8).to_dict()
+        for one in (config, ConfigDict(config.to_dict()))
+    ]
     assert plans[0] == plans[1]
 
 
-def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "ground.yml", "log_period: 2\nbase_emb_dim: 2\nadam_b1: 0.2\nadam_b2: 0.2\ntext_field: a\n")
-    write(tmp_path / "base" / "middle.yml", "base_config: ../ground.yml\nadam_b1: 0.3\nmodel_name: gpt2-124m\n")
-    run = write(tmp_path / "run.yml", "base_config: base/middle.yml\nadam_b2: 0.4\nhead_dim: 32\nsteps: 4\n")
+def test_each_layer_wins_over_the_ones_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        tmp_path / "ground.yml",
+        "log_period: 2\nbase_emb_dim: 2\nadam_b1: 0.2\nadam_b2: 0.2\ntext_field: a\n",
+    )
+    write(
+        tmp_path / "base" / "middle.yml",
+        "base_config: ../ground.yml\nadam_b1: 0.3\nmodel_name: gpt2-124m\n",
+    )
+    run = write(
+        tmp_path / "run.yml", "base_config: base/middle.yml\nadam_b2: 0.4\nhead_dim: 32\nsteps: 4\n"
+    )
     monkeypatch.setenv("MAXBATCH_STEPS", "5")
     monkeypatch.setenv("MAXBATCH_TEXT_FIELD", "env")
     config = load_config(run, ["text_field=override"])
@@ -154,7 +222,8 @@ def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest
 
 
 IMPORTED = (
-    "base_emb_dim: 100\nnum_experts: 4\nlearning_rate: 7e-5\nweight_dtype: bfloat16\nopt_type: lion\nmodel_name: "
+    "base_emb_dim: 100\nnum_experts: 4\nlearning_rate: 7e-5\nweight_dtype: bfloat16\nopt_type: "
+    "lion\nmodel_name: "
 )
 
 
@@ -174,7 +243,8 @@ def test_a_preset_displaces_the_model_of_lower_layers_and_nothing_else(
     assert {name: config[name] for name in names_fixing(Fixes.FORM)} == {
         name: alone[name] for name in names_fixing(Fixes.FORM)
     }
-    rates = (3e-4, "float32") if below == "base" else (7e-5, "bfloat16")  # a preset's are above those of a base_config
+    # a preset's are above those of a base_config
+    rates = (3e-4, "float32") if below == "base" else (7e-5, "bfloat16")
     assert (config.learning_rate, config.weight_dtype, config.opt_type) == (*rates, "lion")
 
 
@@ -190,11 +260,17 @@ def test_a_preset_of_the_environment_lies_between_the_file_and_the_overrides(
 
 
 def test_keys_beside_a_model_name_and_above_it_adjust_its_preset(tmp_path: Path) -> None:
-    write(tmp_path / "base.yml", "base_config: ground.yml\nmodel_name: llama3-8b\nbase_mlp_dim: 96\n")
+    write(
+        tmp_path / "base.yml", "base_config: ground.yml\nmodel_name: llama3-8b\nbase_mlp_dim: 96\n"
+    )
     write(tmp_path / "ground.yml", "base_emb_dim: 100\nrope_factor: 2\nmodel_name: tiny\n")
     run = write(tmp_path / "run.yml", "base_config: base.yml\nbase_num_decoder_layers: 3\n")
     config = load_config(run)
-    assert (config.base_emb_dim, config.base_mlp_dim, config.base_num_decoder_layers) == (4096, 96, 3)
+    assert (config.base_emb_dim, config.base_mlp_dim, config.base_num_decoder_layers) == (
+        4096,
+        96,
+        3,
+    )
     assert config.rope_factor == 1
     assert load_config(run, ["model_name=default"]).base_emb_dim == 100  # which is no preset
 
@@ -202,16 +278,23 @@ def test_keys_beside_a_model_name_and_above_it_adjust_its_preset(tmp_path: Path)
 def test_a_folder_and_a_preset_displace_the_packaged_rl_configs_layers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", layers := tiny_llama_tensors())
     assert load_config("rl", ["model_name=smollm2-135m"]).base_num_decoder_layers == 30
-    config = load_config("rl", ["model_name=auto", f"load_parameters_path={folder}", "base_num_decoder_layers=1"])
+    config = load_config(
+        "rl", ["model_name=auto", f"load_parameters_path={folder}", "base_num_decoder_layers=1"]
+    )
     assert (config.base_num_decoder_layers, config.base_emb_dim) == (1, WIDTH)
     config = load_config("rl", ["model_name=auto", f"load_parameters_path={folder}", "steps=3"])
-    assert config.base_num_decoder_layers == len({name[:14] for name in layers if ".layers." in name})
+    assert config.base_num_decoder_layers == len(
+        {name[:14] for name in layers if ".layers." in name}
+    )
     shutil.rmtree(folder)
-    assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config  # which needs no folder
+    # which needs no folder
+    assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config
 
 
 def test_config_names_what_displaced_a_key_of_the_model(tmp_path: Path) -> None:
-    settings = resolve(write(tmp_path / "run.yml", f"{IMPORTED}default\n"), ["model_name=llama3-8b"])
+    settings = resolve(
+        write(tmp_path / "run.yml", f"{IMPORTED}default\n"), ["model_name=llama3-8b"]
+    )
     experts, width = settings["num_experts"], settings["base_emb_dim"]
     assert (experts.layer, experts.displaced_by, experts.value) == ("override", "model_name", 1)
     assert (width.layer, width.displaced_by) == ("preset", "")
@@ -219,7 +302,9 @@ def test_config_names_what_displaced_a_key_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["default", "tiny-moe"])
 def test_the_config_of_a_run_fed_back_repeats_its_model(preset: str, tmp_path: Path) -> None:
-    config = load_config(None, [f"model_name={preset}", "base_num_decoder_layers=3", "rope_max_timescale=77"])
+    config = load_config(
+        None, [f"model_name={preset}", "base_num_decoder_layers=3", "rope_max_timescale=77"]
+    )
     run = write(tmp_path / "config.yml", dump_config(config))
     assert load_config(run) == config
     assert load_config(write(tmp_path / "run.yml", "base_config: config.yml\n")) == config
@@ -229,7 +314,9 @@ def test_the_packaged_base_yml_as_config_or_as_base_changes_nothing(tmp_path: Pa
     run = write(tmp_path / "run.yml", "base_config: base.yml\n")
     override = ["model_name=llama2-7b"]
     assert (
-        load_config(configs_dir() / "base.yml", override) == load_config(run, override) == load_config(None, override)
+        load_config(configs_dir() / "base.yml", override)
+        == load_config(run, override)
+        == load_config(None, override)
     )
 
 
@@ -240,10 +327,25 @@ def test_presets_hold_model_keys_and_the_large_ones_compute_in_bfloat16(preset: 
     differing = {name for name in KEYS if config[name] != default[name]} - {"model_name"}
     model = {*names_fixing(Fixes.MODEL)} - {"opt_type", "init_weights_seed"}
     # Published with the model.
-    model |= {"load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight", "routed_bias_update_rate"}
-    assert differing <= model | {"max_target_length", "dtype", "remat_policy", "scan_layers", "learning_rate"}
+    model |= {
+        "load_balance_loss_weight",
+        "load_balance_scope",
+        "router_z_loss_weight",
+        "routed_bias_update_rate",
+    }
+    assert differing <= model | {
+        "max_target_length",
+        "dtype",
+        "remat_policy",
+        "scan_layers",
+        "learning_rate",
+    }
     if preset not in ("tiny", "tiny-moe", "tiny-deepseek", "small"):
-        assert (config.dtype, config.weight_dtype, config.scan_layers) == ("bfloat16", "float32", True)
+        assert (config.dtype, config.weight_dtype, config.scan_layers) == (
+            "bfloat16",
+            "float32",
+            True,
+        )
         assert "dtype: bfloat16" in text and "weight_dtype: float32" in text
 
 
@@ -254,11 +356,18 @@ def test_the_config_is_locked() -> None:
 
 def test_the_config_written_back_gives_an_equal_config(tmp_path: Path) -> None:
     overrides = [
-        "model_name=gpt2-124m", "per_device_batch_size=1/3", "num_epochs=0.1",
+        "model_name=gpt2-124m",
+        "per_device_batch_size=1/3",
+        "num_epochs=0.1",
         "generate_prompt= a: 'b' \"c\" #\t",
-        "run_dir=~/ä b", "dataset_path=null", "learning_rate=1e-30", "max_num_checkpoints_to_keep=null",
-        "profile_steps=10:13", "compilation_cache_dir=none", "batch_size_schedule=0:8 100:16",
-    ]  # fmt: skip
+        "run_dir=~/ä b",
+        "dataset_path=null",
+        "learning_rate=1e-30",
+        "max_num_checkpoints_to_keep=null",
+        "profile_steps=10:13",
+        "compilation_cache_dir=none",
+        "batch_size_schedule=0:8 100:16",
+    ]
     config = load_config(overrides=overrides)
     assert config.generate_prompt == " a: 'b' \"c\" #\t"
     assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config
@@ -279,10 +388,14 @@ def test_an_empty_file_states_nothing(tmp_path: Path) -> None:
 
 def test_a_chain_of_bases_that_returns_to_itself_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.yml", "base_config: b.yml\n")
-    assert "a.yml -> b.yml -> a.yml" in error_of(write(tmp_path / "b.yml", "base_config: a.yml\n").with_name("a.yml"))
+    assert "a.yml -> b.yml -> a.yml" in error_of(
+        write(tmp_path / "b.yml", "base_config: a.yml\n").with_name("a.yml")
+    )
 
 
-def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert error_of(overrides=("stepz=3",)) == "unknown key stepz; nearest: steps"
     assert error_of(overrides=("xyzzy=3",)) == "unknown key xyzzy (maxbatch config lists the keys)"
     assert error_of(overrides=("=3",)) == "=3: an override is key=value; works: steps=100"
@@ -290,13 +403,16 @@ def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(monkeypa
     assert "works: " in error_of(overrides=("steps",))
     monkeypatch.setenv("MAXBATCH_LEARNING_RAT", "1")
     assert error_of() == (
-        "environment variable MAXBATCH_LEARNING_RAT: names no config key; nearest: MAXBATCH_LEARNING_RATE"
+        "environment variable MAXBATCH_LEARNING_RAT: names no config key; nearest: "
+        "MAXBATCH_LEARNING_RATE"
     )
 
 
 def test_a_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAXBATCH_STEPS", "soon")
-    assert error_of().startswith("environment variable MAXBATCH_STEPS: steps=soon: must be a whole number")
+    assert error_of().startswith(
+        "environment variable MAXBATCH_STEPS: steps=soon: must be a whole number"
+    )
 
 
 # --- packaged configs by name -------------------------------------------------------------------------------
@@ -319,13 +435,19 @@ def test_a_folder_with_the_name_of_a_packaged_config_is_not_read_as_the_config()
 
 
 def test_a_config_may_build_on_a_packaged_one(tmp_path: Path) -> None:
-    built = load_config(write(tmp_path / "sub" / "mine.yml", "base_config: configs/post_train/rl.yml\nbatch_size: 4\n"))
+    built = load_config(
+        write(
+            tmp_path / "sub" / "mine.yml", "base_config: configs/post_train/rl.yml\nbatch_size: 4\n"
+        )
+    )
     assert (built.batch_size, built.dataset_type) == (4, "arithmetic")
     write(tmp_path / "sub" / "rl", "steps: 7\n")
     assert load_config(write(tmp_path / "sub" / "own.yml", "base_config: rl\n")).steps == 7
 
 
-@pytest.mark.parametrize("name", ["nothing.yml", "sweeps/batch_size.yml", "../configs/base.yml", "x" * 5000])
+@pytest.mark.parametrize(
+    "name", ["nothing.yml", "sweeps/batch_size.yml", "../configs/base.yml", "x" * 5000]
+)
 def test_a_name_of_no_config_is_a_file_that_does_not_exist(name: str) -> None:
     assert "does not exist" in error_of(Path(name)) or "cannot be read" in error_of(Path(name))
 

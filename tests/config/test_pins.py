@@ -32,7 +32,9 @@ def other_values(key: Key) -> list[Value]:
         **{kind: ["", "/a", "/b"] for kind in PLACES},
     }
     found = by_kind.get(key.kind, [1, 2, 3])
-    return [one for one in found if one != value] + ([None] if key.nullable and value is not None else [])
+    return [one for one in found if one != value] + (
+        [None] if key.nullable and value is not None else []
+    )
 
 
 @st.composite
@@ -61,8 +63,13 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
         return
     (line,) = found
     texts = [one[name] or "''" for one in facts]
-    hosts = {text: [str(host) for host, one in enumerate(texts) if one == text] for text in dict.fromkeys(texts)}
-    most = [f"{text} on host{'s' * (len(at) > 1)} {', '.join(at[:4])}" for text, at in hosts.items()]
+    hosts = {
+        text: [str(host) for host, one in enumerate(texts) if one == text]
+        for text in dict.fromkeys(texts)
+    }
+    most = [
+        f"{text} on host{'s' * (len(at) > 1)} {', '.join(at[:4])}" for text, at in hosts.items()
+    ]
     assert line == f"{name}: {' | '.join(most)}" or max(map(len, texts)) > 40
 
 
@@ -72,7 +79,9 @@ def test_a_key_whose_value_hosts_need_not_share_names_a_place() -> None:
         if key.shared is not Shared.VALUE:
             assert key.kind in PLACES or name == "reward"
         else:
-            assert key.kind not in PLACES, "a path's value says nothing: state what hosts share of it"
+            assert key.kind not in PLACES, (
+                "a path's value says nothing: state what hosts share of it"
+            )
 
 
 def test_a_resume_names_each_key_that_changes_the_run_and_no_other(tmp_path: Path) -> None:
@@ -82,11 +91,20 @@ def test_a_resume_names_each_key_that_changes_the_run_and_no_other(tmp_path: Pat
     written = read_written(path)
     assert written is not None
     assert changed_since(written, load_config(overrides=before)) == {}
-    after = ("learning_rate=2e-3", "train_samples=160", "steps=null", "data_cache_dir=/elsewhere", "eval_interval=7")
+    after = (
+        "learning_rate=2e-3",
+        "train_samples=160",
+        "steps=null",
+        "data_cache_dir=/elsewhere",
+        "eval_interval=7",
+    )
     now = load_config(overrides=[*before, *after])
     lines = changed_since(written, now)
     assert lines.keys() == {"learning_rate", "steps", "train_samples", "eval_interval"}
-    assert lines["learning_rate"] == "learning_rate: 0.001 before, 0.002 now: changes the learning rate"
+    assert (
+        lines["learning_rate"]
+        == "learning_rate: 0.001 before, 0.002 now: changes the learning rate"
+    )
 
 
 def test_another_start_of_a_run_that_goes_on_is_told() -> None:
@@ -99,7 +117,9 @@ def test_another_start_of_a_run_that_goes_on_is_told() -> None:
 def test_the_config_of_a_run_is_read_back_without_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(overrides=["steps=10", "run_dir=a b", f"dataset_type={READY_TASKS[0]}", "batch_size=4"])
+    config = load_config(
+        overrides=["steps=10", "run_dir=a b", f"dataset_type={READY_TASKS[0]}", "batch_size=4"]
+    )
     (tmp_path / "config.yml").write_text(dump_config(config))
     monkeypatch.setenv("MAXBATCH_STEPS", "20")
     written = read_written(tmp_path / "config.yml")
@@ -111,8 +131,16 @@ def test_the_config_of_a_run_is_read_back_without_the_environment(
 def test_every_key_says_what_a_resume_changes_through_it() -> None:
     assert {name for name, key in KEYS.items() if not key.changes} <= {
         *(name for name, key in KEYS.items() if key.shared is not Shared.VALUE),
-        "run_name", "model_name", "heartbeat_timeout_s", "host_wait_s", "dataset_type", "text_field", "record_fields",
+        "run_name",
+        "model_name",
+        "heartbeat_timeout_s",
+        "host_wait_s",
+        "dataset_type",
+        "text_field",
+        "record_fields",
         "record_format",
-        "grain_worker_count", "grain_prefetch_buffer_size", "reward_worker_count",
+        "grain_worker_count",
+        "grain_prefetch_buffer_size",
+        "reward_worker_count",
         "overwrite_run",
-    }  # fmt: skip
+    }

@@ -1,4 +1,6 @@
-"""Unknown keys: all at once in one line, other frameworks' words from their table, and hints that mislead nobody."""
+"""Unknown keys: all at once in one line, other frameworks' words from their table, and hints that
+mislead nobody.
+"""
 
 from __future__ import annotations
 
@@ -63,19 +65,29 @@ def test_three_words_at_once_are_all_answered() -> None:
 def test_no_hint_by_spelling_names_a_key_of_another_meaning() -> None:
     for row in FOREIGN:
         near = misspelt(row.word)
-        same = look_up(near) if near else None  # the key may be another framework's word of the same meaning
-        assert near is None or near in row.keys or (same and same.here == row.here), (row.word, near)
+        # the key may be another framework's word of the same meaning
+        same = look_up(near) if near else None
+        assert near is None or near in row.keys or (same and same.here == row.here), (
+            row.word,
+            near,
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("stepz", "steps"), ("learning_rat", "learning_rate"), ("Steps", "steps"),
+        ("stepz", "steps"),
+        ("learning_rat", "learning_rate"),
+        ("Steps", "steps"),
         ("global-batch-size", "global_batch_size"),
-        ("gradient_acumulation_steps", "gradient_accumulation_steps"), ("learningrate", "learning_rate"),
-        ("min_learning_rate", None), ("ici_sequence_parallelism", None), ("max_steps", None), ("xyzzy", None),
+        ("gradient_acumulation_steps", "gradient_accumulation_steps"),
+        ("learningrate", "learning_rate"),
+        ("min_learning_rate", None),
+        ("ici_sequence_parallelism", None),
+        ("max_steps", None),
+        ("xyzzy", None),
     ],
-)  # fmt: skip
+)
 def test_a_hint_by_spelling_needs_every_part_of_the_name(name: str, near: str | None) -> None:
     assert misspelt(name) == near
 
@@ -116,13 +128,21 @@ def test_the_named_faults_are_answered_with_their_own_meaning() -> None:
 
 
 def test_unknown_keys_of_file_and_overrides_are_reported_together() -> None:
-    run = write(Path("run.yml"), "max_steps: 3\nmlp_bias: [silu, linear]\nmla_naive_kvcache: {a: b}\nsa_block_q: 512\n")
+    run = write(
+        Path("run.yml"),
+        "max_steps: 3\nmlp_bias: [silu, linear]\nmla_naive_kvcache: {a: b}\nsa_block_q: 512\n",
+    )
     message = error_of(run, ("n_layer=2",))
-    assert all(f"{word} (" in message for word in ("max_steps", "mlp_bias", "mla_naive_kvcache.a", "n_layer"))
+    assert all(
+        f"{word} (" in message
+        for word in ("max_steps", "mlp_bias", "mla_naive_kvcache.a", "n_layer")
+    )
     assert f"maxbatch import maxtext {run}" in message
 
 
-def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_maxtext_file_names_its_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "base_config: base.yml\nmlp_bias: [silu]\nsa_block_q: 512\nper_device_batch_size: 2\n"
     run = write(tmp_path / "run.yml", text)
     for command in ("plan", "train"):
@@ -135,7 +155,10 @@ def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureF
     ("line", "said"),
     [
         ("--rampup-batch-size 16 16 96", "maps to batch_size_schedule"),
-        ("--rampup-batch-size 16 16 96 --global-batch-size 64", "works: batch_size_schedule='0:16 32:32 64:48 96:64'"),
+        (
+            "--rampup-batch-size 16 16 96 --global-batch-size 64",
+            "works: batch_size_schedule='0:16 32:32 64:48 96:64'",
+        ),
         ("--micro-batch-size 2", "works: per_device_batch_size=2"),
         ("--train-iters=7", "works: steps=7"),
         ("--batch-size 8", "global_batch_size"),
@@ -143,7 +166,9 @@ def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureF
         ("--steps 4", "config keys are stated without dashes; works: steps=4"),
     ],
 )
-def test_flags_of_others_are_answered_like_keys(capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+def test_flags_of_others_are_answered_like_keys(
+    capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
     assert main(["plan", *shlex.split(line)]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -154,7 +179,10 @@ def test_flags_of_others_are_answered_like_keys(capsys: pytest.CaptureFixture[st
     [
         ("per_replica_batch_size=64 --devices 4", "global_batch_size=256"),
         ("--per-replica-batch-size 64 --devices 4", "global_batch_size=256"),
-        ("--per-replica-batch-size 64 ici_tensor_parallelism=2 --devices=4", "global_batch_size=128"),
+        (
+            "--per-replica-batch-size 64 ici_tensor_parallelism=2 --devices=4",
+            "global_batch_size=128",
+        ),
         ("batch_size_per_node=256 --devices 8 --hosts 2", "global_batch_size=512"),
         ("--batch-size-per-node 256 --devices 8 --hosts 2", "global_batch_size=512"),
         ("--micro-batch-size 16", "per_device_batch_size=16"),
@@ -175,20 +203,31 @@ def test_a_hint_counts_devices_and_hosts_for_keys_and_flags(
 def test_the_flag_of_a_batch_names_its_three_meanings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--batch-size", "256", "--devices", "8", "--hosts", "2"]) == 2
     error = capsys.readouterr().err
-    assert "global_batch_size=256 (of all devices), per_device_batch_size=256 (of each process)" in error
+    assert (
+        "global_batch_size=256 (of all devices), per_device_batch_size=256 (of each process)"
+        in error
+    )
     assert "global_batch_size=512 (of each node)" in error
 
 
 def test_a_file_with_axolotls_batch_names_its_import(tmp_path: Path) -> None:
     run = write(tmp_path / "run.yml", "micro_batch_size: 2\ngradient_accumulation_steps: 4\n")
-    with pytest.raises(ConfigError, match=re.escape(f"works: maxbatch import axolotl {shown_path(run)}") + "$"):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"works: maxbatch import axolotl {shown_path(run)}") + "$"
+    ):
         load_config(run)
 
 
 def test_the_keys_of_a_nested_block_are_answered_by_their_names(tmp_path: Path) -> None:
-    run = write(tmp_path / "run.yml", "lora:\n  lora_rank: 8\nrl: {num_generations: 2, off_policy_steps: 0}\n")
+    run = write(
+        tmp_path / "run.yml",
+        "lora:\n  lora_rank: 8\nrl: {num_generations: 2, off_policy_steps: 0}\n",
+    )
     message = error_of(run)
-    assert "lora.lora_rank (verl, MaxText) is lora_rank" in message and "rl.num_generations (" in message
+    assert (
+        "lora.lora_rank (verl, MaxText) is lora_rank" in message
+        and "rl.num_generations (" in message
+    )
     assert "rl.off_policy_steps (MaxText) is off_policy_steps" in message
     assert message.endswith(f"maxbatch import maxtext {run}")
     assert error_of(write(tmp_path / "of.yml", "run:\n  log_period: 2\n")).endswith(
@@ -196,23 +235,32 @@ def test_the_keys_of_a_nested_block_are_answered_by_their_names(tmp_path: Path) 
     )
 
 
-def test_a_batch_of_prompts_is_told_from_the_global_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_of_prompts_is_told_from_the_global_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "batch_size=32", "--devices", "1", "--json"]) == 0
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
     assert main(["plan", "batch_size=32", "gradient_accumulation_steps=2"]) == 2
     assert "in prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
     assert main(["rl", "enable_rampup_batch_size=true"]) == 2  # its config states batch_size
-    assert capsys.readouterr().err.endswith("in prompts; works: enable_rampup_batch_size left out\n")
+    assert capsys.readouterr().err.endswith(
+        "in prompts; works: enable_rampup_batch_size left out\n"
+    )
     assert main(["train", "batch_size=32"]) == 2
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
-    with pytest.raises(ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"):
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"
+    ):
         load_config(overrides=["micro_batch_size=2"])
 
 
 @pytest.mark.parametrize(
     ("typed", "works"),
     [
-        (["prompt_feature=question", "completion_feature=answer"], "{prompt: question, completion: answer}"),
+        (
+            ["prompt_feature=question", "completion_feature=answer"],
+            "{prompt: question, completion: answer}",
+        ),
         (["input_key=q", "output_key=completion"], "{prompt: q}"),
         (["field_messages=turns"], "{messages: turns}"),
         (["columns.prompt=q", "columns.response=a"], "{instruction: q, output: a}"),
@@ -220,5 +268,7 @@ def test_a_batch_of_prompts_is_told_from_the_global_batch(capsys: pytest.Capture
 )
 def test_words_for_fields_are_answered_with_one_record_fields(typed: list[str], works: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(overrides=[*typed, "dataset_type=jsonl", "dataset_path=a.jsonl", "use_sft=true"])
+        load_config(
+            overrides=[*typed, "dataset_type=jsonl", "dataset_path=a.jsonl", "use_sft=true"]
+        )
     assert f"works: record_fields='{works}'" in str(error.value)

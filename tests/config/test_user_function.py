@@ -1,4 +1,6 @@
-"""A user's function is identified by its source and its own imports' source, independent of paths."""
+"""A user's function is identified by its source and its own imports' source, independent of
+paths.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_a_character_of_any_file_that_it_imports_changes_the_hash_and_nothing_el
     assert source_hash(f"{folder}/reward.py:score") == first
 
 
-def test_a_module_is_followed_within_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_followed_within_its_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(folder))
     first = source_hash("tools.words:score")
     (folder / "tools" / "more.py").write_text("#")

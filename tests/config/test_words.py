@@ -39,7 +39,9 @@ def features() -> list[Feature]:
 
 
 def test_every_key_is_reachable_from_a_foreign_word() -> None:
-    reached = {key for row in rows() for key in row.keys} | {key.maxtext_name for key in KEYS.values()}
+    reached = {key for row in rows() for key in row.keys} | {
+        key.maxtext_name for key in KEYS.values()
+    }
     assert set(KEYS) <= reached
 
 
@@ -52,20 +54,29 @@ def test_every_command_and_every_extra_is_reachable_from_a_foreign_word() -> Non
 
 def test_no_row_denies_a_feature() -> None:
     for feature in features():
-        asked = [row for row in rows() if any(fnmatchcase(row.word, word) for word in feature.words)]
+        asked = [
+            row for row in rows() if any(fnmatchcase(row.word, word) for word in feature.words)
+        ]
         assert asked, feature.name
         for row in asked:
             said = f"{' '.join(row.keys)} {row.why}".replace("maxbatch ", "maxbatch_")
             assert any(place in said for place in feature.places), (feature.name, row)
         for row in rows():
-            assert not any(denial.lower() in f"{row.why}.".lower() for denial in feature.denials), (feature.name, row)
+            assert not any(denial.lower() in f"{row.why}.".lower() for denial in feature.denials), (
+                feature.name,
+                row,
+            )
 
 
 def test_the_features_are_there() -> None:
     for feature in features():
         for place in feature.places:
             command = place.removeprefix("maxbatch_")
-            assert place in KEYS or (command in COMMANDS and command != place) or Path(place).suffix == ".md", place
+            assert (
+                place in KEYS
+                or (command in COMMANDS and command != place)
+                or Path(place).suffix == ".md"
+            ), place
 
 
 def test_no_key_of_ours_is_denied_under_its_own_name() -> None:

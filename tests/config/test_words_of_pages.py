@@ -1,7 +1,9 @@
-"""Every word of a batch, a length or a rate of the pages that people come from has its right answer.
+"""Every word of a batch, a length or a rate of the pages that people come from has its right
+answer.
 
-The lists are of MaxText's pages and files on batches, reinforcement learning and fine-tuning, and of the config
-references of TRL, verl and Axolotl. Beside each word is what its answer must name: keys of ours, or a reason.
+The lists are of MaxText's pages and files on batches, reinforcement learning and fine-tuning, and
+of the config references of TRL, verl and Axolotl. Beside each word is what its answer must name:
+keys of ours, or a reason.
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ from tests.helpers.configs import error_of
 PAGE = Path(__file__).parents[2] / "docs" / "batch-size.md"
 # Names of functions and of what a command prints, which nobody can set.
 NOT_SETTINGS = {
-    "all_reduce", "reduce_mean", "compute_average_loss", "experimental_distribute_dataset", "argument_bytes",
-    "temp_bytes", "aux_loss", "seq_aux_loss", "global_aux_loss",
-}  # fmt: skip
+    "all_reduce",
+    "reduce_mean",
+    "compute_average_loss",
+    "experimental_distribute_dataset",
+    "argument_bytes",
+    "temp_bytes",
+    "aux_loss",
+    "seq_aux_loss",
+    "global_aux_loss",
+}
 GENERAL = """
 num_replicas: --devices | num_replicas_in_sync: --devices | global_batch: global_batch_size
 effective_batch: global_batch_size | micro_batch: per_device_batch_size | per_replica_batch_size: global_batch_size
@@ -198,16 +207,27 @@ def test_every_word_of_a_page_has_its_right_answer(name: str) -> None:
 
 def test_every_identifier_of_the_page_on_batches_has_an_answer() -> None:
     spans = re.findall(r"`([^`\n]+)`", PAGE.read_text(encoding="utf-8"))
-    identifiers = {word for span in spans for word in re.findall(r"(?<![\w./-])[A-Za-z]\w*_\w+(?![\w/-]|\.py)", span)}
+    identifiers = {
+        word
+        for span in spans
+        for word in re.findall(r"(?<![\w./-])[A-Za-z]\w*_\w+(?![\w/-]|\.py)", span)
+    }
     assert len(identifiers) > 40
-    assert [word for word in sorted(identifiers - NOT_SETTINGS) if word not in KEYS and not look_up(word)] == []
+    assert [
+        word
+        for word in sorted(identifiers - NOT_SETTINGS)
+        if word not in KEYS and not look_up(word)
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "works"),
     [
         (("micro_batch_size=16",), "per_device_batch_size=16 micro_batch_size=-1"),
-        (("micro_batch_size=16", "ici_tensor_parallelism=4"), "per_device_batch_size=4 micro_batch_size=-1"),
+        (
+            ("micro_batch_size=16", "ici_tensor_parallelism=4"),
+            "per_device_batch_size=4 micro_batch_size=-1",
+        ),
         (("micro_batch_size=16", "per_device_batch_size=4"), "micro_batch_size=-1"),
         (("micro_batch=16", "dcn_tensor_parallelism=2"), "per_device_batch_size=8"),
         (("warmup_steps=30", "max_steps=600"), "warmup_steps_fraction=0.05 steps=600"),

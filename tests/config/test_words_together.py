@@ -1,4 +1,6 @@
-"""Words that state a batch together: the settings after `works:` give the other framework's batch."""
+"""Words that state a batch together: the settings after `works:` give the other framework's
+batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HEADS = ("base_num_query_heads=12", "base_num_kv_heads=12")
 
 
 class Machine(NamedTuple):
-    """A batch on a machine elsewhere: replicas of tensor x context devices, each with `rows` in each of its passes."""
+    """A batch on a machine elsewhere: replicas of tensor x context devices, each with `rows` in
+    each of its passes.
+    """
 
     replicas: int
     tensor: int
@@ -67,17 +71,28 @@ OF_NODE = ("samples_per_node", "nproc_per_node", "nodes")
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    replicas, tensor, context = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    replicas, tensor, context = (
+        draw(st.integers(1, 6)),
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2])),
+    )
     devices = replicas * tensor * context
     hosts = draw(st.sampled_from([h for h in (1, 2, 3, 4) if devices % h == 0]))
-    return Machine(replicas, tensor, context, hosts, draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+    return Machine(
+        replicas, tensor, context, hosts, draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    )
 
 
 @st.composite
 def spelled(draw: st.DrawFn, word: str, value: object) -> list[str]:
     """A word in a spelling that a shell gives."""
     dashed = "--" + word.replace("_", "-")
-    forms = [[f"{word}={value}"], [dashed, f"{value}"], [f"{dashed}={value}"], [f"{word.replace('_', ' ')}={value}"]]
+    forms = [
+        [f"{word}={value}"],
+        [dashed, f"{value}"],
+        [f"{dashed}={value}"],
+        [f"{word.replace('_', ' ')}={value}"],
+    ]
     return draw(st.sampled_from(forms))
 
 
@@ -94,13 +109,21 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
     data: st.DataObject, there: Machine, has_flags: bool
 ) -> None:
     counts = BATCH | PASS | PASSES | SIZE
-    words = data.draw(st.lists(st.sampled_from(sorted(counts)), min_size=2, max_size=3, unique=True))
+    words = data.draw(
+        st.lists(st.sampled_from(sorted(counts)), min_size=2, max_size=3, unique=True)
+    )
     values = {word: counts[word](there) for word in words}
     if any(int(value) != value for value in values.values()):
         return  # a node would have a part of a sample
-    axes = [f"ici_tensor_parallelism={there.tensor}", f"ici_context_parallelism={there.context}", *HEADS]
+    axes = [
+        f"ici_tensor_parallelism={there.tensor}",
+        f"ici_context_parallelism={there.context}",
+        *HEADS,
+    ]
     flags = ["--devices", str(there.devices), "--hosts", str(there.hosts)] if has_flags else []
-    typed = [part for word, value in values.items() for part in data.draw(spelled(word, int(value)))]
+    typed = [
+        part for word, value in values.items() for part in data.draw(spelled(word, int(value)))
+    ]
     code, _, said = run([*typed, *axes, *flags])
     assert code == 2 and said.count("\n") == 1, said
     _, separator, works = said.rstrip().partition("; works: ")
@@ -117,7 +140,11 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
         assert plan["global_batch_size_to_train_on"] == there.batch, works
     elif has_flags or plan["num_devices"] == there.devices:
         assert plan["global_batch_size_to_train_on"] == rows * passes, works
-    if set(words) & set(PASS) and plan["num_devices"] == there.devices and not (set(words) & set(BATCH)):
+    if (
+        set(words) & set(PASS)
+        and plan["num_devices"] == there.devices
+        and not (set(words) & set(BATCH))
+    ):
         assert plan["micro_batch_size_to_train_on"] == rows, works
     if "world_size" in words and not has_flags:
         assert plan["num_devices"] == there.devices, works
@@ -126,10 +153,22 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
 @pytest.mark.parametrize(
     ("line", "works"),
     [
-        ("per_replica_batch_size=64 micro_batch_size=16 --devices 4", "global_batch_size=256 per_device_batch_size=16"),
-        ("micro_batch_size=3 gradient_accumulation_steps=2 num_gpus=3", "per_device_batch_size=3 --devices 3"),
-        ("global_batch_to_load=128 per_device_batch_size=4 --devices 16 --hosts 4", "expansion_factor_real_data=2"),
-        ("train_micro_batch_size_per_gpu=16 ici_tensor_parallelism=2 --devices 8", "per_device_batch_size=8"),
+        (
+            "per_replica_batch_size=64 micro_batch_size=16 --devices 4",
+            "global_batch_size=256 per_device_batch_size=16",
+        ),
+        (
+            "micro_batch_size=3 gradient_accumulation_steps=2 num_gpus=3",
+            "per_device_batch_size=3 --devices 3",
+        ),
+        (
+            "global_batch_to_load=128 per_device_batch_size=4 --devices 16 --hosts 4",
+            "expansion_factor_real_data=2",
+        ),
+        (
+            "train_micro_batch_size_per_gpu=16 ici_tensor_parallelism=2 --devices 8",
+            "per_device_batch_size=8",
+        ),
         ("samples_per_node=256 nnodes=2", "global_batch_size=512"),
         ("ngpus_per_node=4", "--devices 4"),
         ("nnodes=2 nproc_per_node=4", "--devices 8 --hosts 2"),
@@ -140,19 +179,23 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
             "global_batch_size=256 per_device_batch_size=16 --devices 4",
         ),
         (
-            "num_tokens_per_train_step=1048576 max_context_length=2048 num_tokens_per_microbatch_per_dp_rank=8192 "
-            "--devices 8",
+            "num_tokens_per_train_step=1048576 max_context_length=2048 "
+            "num_tokens_per_microbatch_per_dp_rank=8192 --devices 8",
             "global_batch_size=1048576t max_target_length=2048 per_device_batch_size=4",
         ),
         (
-            "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --devices 8",
+            "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --devices "
+            "8",
             "per_device_batch_size=1 global_batch_size=64 ici_tensor_parallelism=2",
         ),
         (  # OLMo-core counts both in tokens
             "rank_microbatch_size=512 global_batch_size=4096",
             "global_batch_size=4096t per_device_batch_size=2",
         ),
-        ("data_loader.global_batch_size=65536 sequence_length=512", "global_batch_size=65536t max_target_length=512"),
+        (
+            "data_loader.global_batch_size=65536 sequence_length=512",
+            "global_batch_size=65536t max_target_length=512",
+        ),
         ("train_batch_size=2Mit", "global_batch_size=2Mit"),
         (
             "device_batch_size=16 total_batch_size=524288 --devices 8",
@@ -193,7 +236,10 @@ def test_words_that_contradict_each_other_have_no_works(line: str) -> None:
         ("activation_checkpoint.mode=selective", "selective is minimal"),
         ("compile.enable=true", "every step is compiled"),
         ("validation.freq=500", "works: eval_interval=500"),
-        ("checkpoint.interval=500 checkpoint.keep_latest_k=3", "checkpoint_period=500 max_num_checkpoints_to_keep=3"),
+        (
+            "checkpoint.interval=500 checkpoint.keep_latest_k=3",
+            "checkpoint_period=500 max_num_checkpoints_to_keep=3",
+        ),
         ("trainer.checkpointer.save_interval=10m", "a time there"),
     ],
 )
@@ -212,9 +258,18 @@ def test_the_short_flag_of_a_batch_names_its_meanings() -> None:
     ("stated", "rate"),
     [
         (["opt_type=sgd", "learning_rate=1e-3"], 1e-3 * ROWS * LENGTH),
-        (["opt_type=sgd", "learning_rate=1e-3", "gradient_accumulation_steps=2"], 1e-3 * 2 * ROWS * LENGTH),
-        (["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "global_batch_size=64"], 1e-3 * 16 * LENGTH),
-        (["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "per_replica_batch_size=8"], 1e-3 * 8 * LENGTH),
+        (
+            ["opt_type=sgd", "learning_rate=1e-3", "gradient_accumulation_steps=2"],
+            1e-3 * 2 * ROWS * LENGTH,
+        ),
+        (
+            ["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "global_batch_size=64"],
+            1e-3 * 16 * LENGTH,
+        ),
+        (
+            ["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "per_replica_batch_size=8"],
+            1e-3 * 8 * LENGTH,
+        ),
         (["learning_rate=1e-3"], 1e-3),  # AdamW's step does not grow with the gradient
     ],
 )

@@ -22,7 +22,9 @@ class Checks(dict[str, Callable[[], None]]):
 
     def __init__(self, *sections: str) -> None:
         super().__init__()
-        self.rows = {name: cells for section in sections for name, cells in rows_of(section).items()}
+        self.rows = {
+            name: cells for section in sections for name, cells in rows_of(section).items()
+        }
 
     def __call__(self, row: str) -> Callable[[Callable[[], None]], None]:
         def register(function: Callable[[], None]) -> None:

@@ -21,7 +21,9 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
 def write_tokenizer(folder: Path, template: str | None = CHATML, **settings: Any) -> Path:
-    """Writes a byte-level BPE tokenizer with a few merges; `template` goes into tokenizer_config.json."""
+    """Writes a byte-level BPE tokenizer with a few merges; `template` goes into
+    tokenizer_config.json.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,10 @@ def talk(*turns: str, system: str = "") -> dict[str, Any]:
     """A record: user and assistant in turn."""
     messages = [{"role": "system", "content": system}] if system else []
     roles = ("user", "assistant")
-    return {"messages": messages + [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+    return {
+        "messages": messages
+        + [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    }
 
 
 def some_talks(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -55,11 +60,17 @@ def some_talks(count: int, seed: int = 0) -> list[dict[str, Any]]:
     def words(most: int) -> str:
         return " ".join(rng.choice(WORDS, rng.integers(1, most)))
 
-    return [talk(*(words((4, 12)[i % 2]) for i in range(2 * rng.integers(1, 4)))) for _ in range(count)]
+    return [
+        talk(*(words((4, 12)[i % 2]) for i in range(2 * rng.integers(1, 4)))) for _ in range(count)
+    ]
 
 
-def chat_config(folder: Path, records: Sequence[Mapping[str, Any]] | None, *overrides: str) -> Config:
-    """A config that trains on the conversations of `folder/chats.jsonl`, with the tokenizer of `folder/tokenizer`."""
+def chat_config(
+    folder: Path, records: Sequence[Mapping[str, Any]] | None, *overrides: str
+) -> Config:
+    """A config that trains on the conversations of `folder/chats.jsonl`, with the tokenizer of
+    `folder/tokenizer`.
+    """
     if records is not None:
         write_jsonl(folder / "chats.jsonl", records)
     if not (folder / "tokenizer").exists():
@@ -70,7 +81,12 @@ def chat_config(folder: Path, records: Sequence[Mapping[str, Any]] | None, *over
 def chat_overrides(folder: Path) -> tuple[str, ...]:
     """The overrides of `chat_config`."""
     return (
-        "use_sft=true", "dataset_type=jsonl", f"dataset_path={folder / 'chats.jsonl'}", "tokenizer_type=huggingface",
-        f"tokenizer_path={folder / 'tokenizer'}", "vocab_size=320", "max_target_length=64",
+        "use_sft=true",
+        "dataset_type=jsonl",
+        f"dataset_path={folder / 'chats.jsonl'}",
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={folder / 'tokenizer'}",
+        "vocab_size=320",
+        "max_target_length=64",
         "enable_data_shuffling=false",
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""Pages as a reader's browser shows them: headless Chromium, no network, nothing but the command line."""
+"""Pages as a reader's browser shows them: headless Chromium, no network, nothing but the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,27 @@ _PROBE = """
 """
 
 
-def ask(page: Path, script: str, dark: bool = False, served_at: str = "", width: int = 1400) -> tuple[Any, list[str]]:
+def ask(
+    page: Path, script: str, dark: bool = False, served_at: str = "", width: int = 1400
+) -> tuple[Any, list[str]]:
     """Open a page, wait until it is drawn and run the body of an async function in it.
 
     Args:
       page: the file of the page.
       script: the body of the function.
       dark: whether the reader prefers dark pages.
-      served_at: the address of a server of the page's folder on 127.0.0.1; "": the page is opened as a file.
+      served_at: the address of a server of the page's folder on 127.0.0.1; "": the page is opened
+        as a file.
       width: of the window, in pixels; at least 500.
 
     Returns:
       What it returned, and every line that the page wrote to the console.
     """
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if chromium is None:
         pytest.skip("no Chromium here (apt-get install chromium)")
     probed = page.with_name(f"probed-{page.name}")
@@ -47,13 +56,24 @@ def ask(page: Path, script: str, dark: bool = False, served_at: str = "", width:
     address = f"{served_at}/{probed.name}" if served_at else probed.resolve().as_uri()
     result = subprocess.run(
         [
-            chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={page.parent / 'chromium'}",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={width},1000",
-            "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", address,
+            chromium,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            f"--user-data-dir={page.parent / 'chromium'}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            f"--window-size={width},1000",
+            "--enable-logging=stderr",
+            "--virtual-time-budget=60000",
+            "--dump-dom",
+            address,
         ],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r'<pre id="probe">(.*?)</pre>', result.stdout, re.DOTALL)
     assert found, (console, result.stderr[-2000:])

@@ -12,7 +12,18 @@ _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|col
 _OPERATION = re.compile(rf"= (.+?) ({_KINDS})(?:-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*?\{\n(.*?)^\}", re.M | re.S)
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "f64": 8, "u16": 2}
+_BYTES = {
+    "pred": 1,
+    "bf16": 2,
+    "f16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "u16": 2,
+}
 
 
 class Collective(NamedTuple):
@@ -38,7 +49,11 @@ def loops(body: str) -> list[Loop]:
     lines = [line for line in body.splitlines() if " while(" in line]
     counts = [re.search(r'known_trip_count[^\d]*"(\d+)"', line) for line in lines]
     bodies = [re.search(r"body=%?([\w.-]+)", line) for line in lines]
-    return [Loop(b.group(1), int(n.group(1)) if n else None) for b, n in zip(bodies, counts, strict=True) if b]
+    return [
+        Loop(b.group(1), int(n.group(1)) if n else None)
+        for b, n in zip(bodies, counts, strict=True)
+        if b
+    ]
 
 
 def collectives(text: str, mesh: dict[str, int], trips: int) -> list[Collective]:
@@ -75,7 +90,9 @@ def bytes_over(found: list[Collective], axis: str) -> int:
 
 
 def _num_bytes(shapes: str) -> int:
-    sizes = [(kind, [int(n) for n in dims.split(",") if n]) for kind, dims in _ARRAY.findall(shapes)]
+    sizes = [
+        (kind, [int(n) for n in dims.split(",") if n]) for kind, dims in _ARRAY.findall(shapes)
+    ]
     return sum(_BYTES[kind] * math.prod(dims) for kind, dims in sizes)
 
 
@@ -97,7 +114,8 @@ def _groups(line: str, num_devices: int) -> list[list[int]]:
         devices = np.arange(num_devices).reshape(dims)
         return (devices.transpose(order) if order else devices).reshape(groups).tolist()
     named = re.search(
-        r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}:]*)\}", line
+        r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}:]*)\}",
+        line,
     )
     if named:
         axes, dims, order, talking = named.groups()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tests.helpers.forks import Forks
 
-# They take a third of the usual time to compile; what is computed is the same up to rounding. XLA's older emitters of
-# fusions are there until JAX 0.10. By default parts of a program compile side by side, for a fifth more of CPU time.
+# They take a third of the usual time to compile; what is computed is the same up to rounding. XLA's
+# older emitters of fusions are there until JAX 0.10. By default parts of a program compile side by
+# side, for a fifth more of CPU time.
 _HAS_OLDER_EMITTERS = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -24,8 +25,14 @@ _STARTING = threading.Lock()  # of two threads that need a parent, one starts it
 
 
 def environment() -> dict[str, str]:
-    """The test's environment without a command's own settings: fake devices, their threads, a TPU's flags."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "LIBTPU_INIT_ARGS")}
+    """The test's environment without a command's own settings: fake devices, their threads, a TPU's
+    flags.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PJRT_NPROC", "LIBTPU_INIT_ARGS")
+    }
     return inherited | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
 
 
@@ -33,7 +40,9 @@ def maxbatch(*arguments: str | Path, timeout: float = 600) -> subprocess.Complet
     """Runs a command to its end, as a fork."""
     stated = environment()
     with _STARTING:
-        parent = _parent(frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT)))
+        parent = _parent(
+            frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT))
+        )
     return parent.run([str(argument) for argument in arguments], stated, timeout)
 
 
@@ -42,23 +51,34 @@ def _parent(read_at_import: frozenset[tuple[str, str]]) -> Forks:
     return Forks(environment())
 
 
-def start(*arguments: str | Path, own_group: bool = False, **variables: str) -> subprocess.Popen[str]:
-    """Starts a command as a user does; in a process group of its own where a test kills it with its children."""
+def start(
+    *arguments: str | Path, own_group: bool = False, **variables: str
+) -> subprocess.Popen[str]:
+    """Starts a command as a user does; in a process group of its own where a test kills it with its
+    children.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch", *map(str, arguments)],
         env=environment() | variables,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
         start_new_session=own_group,
-    )  # fmt: skip
+    )
 
 
 class Hold:
-    """Holds a run after one of its updates until it is released, so that it cannot end before a signal reaches it."""
+    """Holds a run after one of its updates until it is released, so that it cannot end before a
+    signal reaches it.
+    """
 
     def __init__(self, step: int, folder: Path) -> None:
         self._file = folder / f"held-after-{step}"
         self._file.touch()
-        path = os.pathsep.join([str(Path(__file__).parent / "hold"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(
+            [str(Path(__file__).parent / "hold"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         self.variables = {"PYTHONPATH": path, "HOLD_AFTER": str(step), "HOLD": str(self._file)}
 
     def release(self) -> None:

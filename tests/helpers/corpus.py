@@ -17,7 +17,21 @@ from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.stream import Stream
 
 LENGTH = 16
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "it", "sleeps"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "it",
+    "sleeps",
+]
 
 
 def some_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
@@ -37,24 +51,37 @@ def jsonl_config(path: Path, texts: Sequence[str] | None = None, *overrides: str
     if texts is not None:
         write_jsonl(path, [{"text": text} for text in texts])
     return load_config(
-        overrides=["dataset_type=jsonl", f"dataset_path={path}", f"max_target_length={LENGTH}", *overrides]
+        overrides=[
+            "dataset_type=jsonl",
+            f"dataset_path={path}",
+            f"max_target_length={LENGTH}",
+            *overrides,
+        ]
     )
 
 
 def mixture_config(mixture: str | Path, *overrides: str) -> Config:
     """Rows of a mixture, of one document each."""
-    keys = ["dataset_type=jsonl", f"dataset_path={mixture}", f"max_target_length={LENGTH}", "packing=false"]
+    keys = [
+        "dataset_type=jsonl",
+        f"dataset_path={mixture}",
+        f"max_target_length={LENGTH}",
+        "packing=false",
+    ]
     return load_config(overrides=[*keys, *overrides])
 
 
 def synthetic_config(*overrides: str) -> Config:
-    return load_config(overrides=["dataset_type=synthetic", f"max_target_length={LENGTH}", *overrides])
+    return load_config(
+        overrides=["dataset_type=synthetic", f"max_target_length={LENGTH}", *overrides]
+    )
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     """Whether two samples or blocks are equal, bit for bit and in their types."""
     return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name]) for name in left
+        left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name])
+        for name in left
     )
 
 
@@ -69,4 +96,6 @@ def rows_of(stream: Stream, order: Order) -> Iterator[RowArrays]:
 def row_by_row(stream: Stream, order: Order) -> grain.MapDataset:
     """A Grain dataset whose elements are the samples of an order, arrays [L]."""
     blocks = RowBlocks(stream.batch, order, 1)
-    return grain.MapDataset.source(blocks).map(lambda block: {name: a[0] for name, a in block.items()})
+    return grain.MapDataset.source(blocks).map(
+        lambda block: {name: a[0] for name, a in block.items()}
+    )

@@ -1,7 +1,9 @@
-"""Commands as forks of a process that has imported what they need: each saves the seconds of its imports.
+"""Commands as forks of a process that has imported what they need: each saves the seconds of its
+imports.
 
-A fork is a process like any other, with its own environment, folder, streams and exit code. It shares with the other
-forks of its parent the hash seed and what JAX read of the environment when it was imported.
+A fork is a process like any other, with its own environment, folder, streams and exit code. It
+shares with the other forks of its parent the hash seed and what JAX read of the environment when it
+was imported.
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ class Forks:
         with theirs:
             command = [sys.executable, "-m", "tests.helpers.forks"]
             path = os.pathsep.join([str(_TOP), *filter(None, [environment.get("PYTHONPATH")])])
-            self._process = subprocess.Popen(command, env={**environment, "PYTHONPATH": path}, stdin=theirs)
+            self._process = subprocess.Popen(
+                command, env={**environment, "PYTHONPATH": path}, stdin=theirs
+            )
 
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """Runs `maxbatch ARGUMENTS` in the current folder."""
-        request = {"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+        }
         status, writing = os.pipe()
         with (
             open(status, "rb", buffering=0) as told,
@@ -67,14 +75,19 @@ def _told(message: bytes) -> int:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Forks for every request, and tells its process id and its exit code; returns in a fork, ready for its command."""
+    """Forks for every request, and tells its process id and its exit code; returns in a fork, ready
+    for its command.
+    """
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             if key.data:  # a fork has ended
                 pid, told = key.data
-                os.write(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]).to_bytes(_BYTES, signed=True))
+                os.write(
+                    told,
+                    os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]).to_bytes(_BYTES, signed=True),
+                )
                 selector.unregister(key.fd)
                 os.close(told)
                 os.close(key.fd)

@@ -13,10 +13,15 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_kilobytes: int) -> Iterator[Path]:
-    """Mounts a disk of so many kilobytes on a folder for the length of a block; skips the test where that is denied."""
+    """Mounts a disk of so many kilobytes on a folder for the length of a block; skips the test
+    where that is denied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={num_kilobytes}k", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(["mount", *options], capture_output=True).returncode:
+    if (
+        not shutil.which("mount")
+        or subprocess.run(["mount", *options], capture_output=True).returncode
+    ):
         pytest.skip("no file system can be mounted here")
     try:
         yield folder

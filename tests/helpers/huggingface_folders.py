@@ -1,4 +1,6 @@
-"""A tiny llama as a Hugging Face folder, written without torch, and whether two folders hold the same tensors."""
+"""A tiny llama as a Hugging Face folder, written without torch, and whether two folders hold the
+same tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,22 @@ from maxbatch.huggingface.folder.safetensors import DTYPES, stored_tensors, writ
 
 HEADS, KV_HEADS, WIDTH, HEAD, MLP, LAYERS, VOCABULARY = 4, 2, 16, 4, 24, 2, 40
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
-    "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
 
 
 def tiny_llama_tensors() -> dict[str, np.ndarray]:
@@ -24,11 +37,16 @@ def tiny_llama_tensors() -> dict[str, np.ndarray]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     for layer in range(LAYERS):
         of_layer = {
-            "input_layernorm": (WIDTH,), "self_attn.q_proj": (HEADS * HEAD, WIDTH),
-            "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH), "self_attn.v_proj": (KV_HEADS * HEAD, WIDTH),
-            "self_attn.o_proj": (WIDTH, HEADS * HEAD), "post_attention_layernorm": (WIDTH,),
-            "mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP),
-        }  # fmt: skip
+            "input_layernorm": (WIDTH,),
+            "self_attn.q_proj": (HEADS * HEAD, WIDTH),
+            "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH),
+            "self_attn.v_proj": (KV_HEADS * HEAD, WIDTH),
+            "self_attn.o_proj": (WIDTH, HEADS * HEAD),
+            "post_attention_layernorm": (WIDTH,),
+            "mlp.gate_proj": (MLP, WIDTH),
+            "mlp.up_proj": (MLP, WIDTH),
+            "mlp.down_proj": (WIDTH, MLP),
+        }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
     shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
     rng = np.random.default_rng(0)

@@ -26,7 +26,9 @@ def abstract_params(config: Config) -> State:
 def random_like(abstract: State, seed: int = 0) -> State:
     """Returns parameters without structure, so that no transposition of them goes unnoticed."""
     rng = np.random.default_rng(seed)
-    params: State = jax.tree.map(lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype), abstract)
+    params: State = jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype), abstract
+    )
     return params
 
 
@@ -35,16 +37,21 @@ def unscanned(params: Tree) -> Tree:
     decoder = dict(params["decoder"])
     layers = decoder.pop("layers")
     for layer in range(jax.tree.leaves(layers)[0].shape[LAYER_AXIS]):
-        decoder[f"layers_{layer}"] = jax.tree.map(lambda x, layer=layer: np.take(x, layer, LAYER_AXIS), layers)
+        decoder[f"layers_{layer}"] = jax.tree.map(
+            lambda x, layer=layer: np.take(x, layer, LAYER_AXIS), layers
+        )
     return {**params, "decoder": decoder}
 
 
-def write_checkpoint(folder: Path, params: Tree, step: int | None = None, moments: Sequence[Tree] = ()) -> Path:
+def write_checkpoint(
+    folder: Path, params: Tree, step: int | None = None, moments: Sequence[Tree] = ()
+) -> Path:
     """Writes `checkpoints/STEP/items` of a run folder; returns its path.
 
     Args:
       params: MaxText's parameters.
-      step: the updates of a full state, in a folder of one less; None: parameters alone, in folder 0.
+      step: the updates of a full state, in a folder of one less; None: parameters alone, in folder
+        0.
       moments: Adam's first and second moments, as the parameters.
     """
     tree: Tree = {"params": {"params": params}}
@@ -63,4 +70,8 @@ def write_checkpoint(folder: Path, params: Tree, step: int | None = None, moment
 
 def content_of(folder: Path) -> Mapping[str, bytes]:
     """Returns the bytes of every file below a folder, by relative path."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }

@@ -13,15 +13,23 @@ from tests.helpers.tiny import TINY_RUN
 
 
 def fake_run(
-    path: Path, *overrides: str, batch: int = 16, updates: int = 640, every: int = 80, first: int = 80
+    path: Path,
+    *overrides: str,
+    batch: int = 16,
+    updates: int = 640,
+    every: int = 80,
+    first: int = 80,
 ) -> Path:
     """A run folder as a run leaves it, without the arrays."""
-    config = load_config(overrides=[*TINY_RUN, f"global_batch_size={batch}", f"steps={updates}", *overrides])
+    config = load_config(
+        overrides=[*TINY_RUN, f"global_batch_size={batch}", f"steps={updates}", *overrides]
+    )
     path.mkdir(parents=True)
     (path / "config.yml").write_text(dump_config(config))
     fixed = {"global_batch_size": batch, "stage": 0, "loss": 1.0, "learning_rate": 1e-3}
     lines = [
-        {"step": k, "samples_seen": k * batch, "tokens_seen": 32 * k * batch, **fixed} for k in range(1, updates + 1)
+        {"step": k, "samples_seen": k * batch, "tokens_seen": 32 * k * batch, **fixed}
+        for k in range(1, updates + 1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(first, updates + 1, every):

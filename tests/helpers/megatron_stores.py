@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
 Documents = list[list[list[int]]]  # tokens of sequences of documents
 
 
@@ -31,7 +40,10 @@ def some_documents(count: int, seed: int = 0, vocab_size: int = 120) -> Document
     """Returns documents of 0 to 3 sequences of 0 to 40 tokens."""
     draw = np.random.default_rng(seed)
     return [
-        [draw.integers(0, vocab_size, draw.integers(0, 41)).tolist() for _ in range(draw.integers(0, 4))]
+        [
+            draw.integers(0, vocab_size, draw.integers(0, 41)).tolist()
+            for _ in range(draw.integers(0, 4))
+        ]
         for _ in range(count)
     ]
 

@@ -1,7 +1,7 @@
 """The code blocks of README and of the pages in docs/, and the maxbatch commands in them.
 
-A block that cannot run everywhere says why in its first line, which readers see: `# needs a TPU`. A block with a title
-is a file that its page's commands read.
+A block that cannot run everywhere says why in its first line, which readers see: `# needs a TPU`. A
+block with a title is a file that its page's commands read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Command(NamedTuple):
     @property
     def config(self) -> list[str]:
         """The arguments that state a config."""
-        return [text for text in self.arguments[1:] if re.match(r"[a-z]\w*=", text) or text.endswith(".yml")]
+        return [
+            text
+            for text in self.arguments[1:]
+            if re.match(r"[a-z]\w*=", text) or text.endswith(".yml")
+        ]
 
 
 def text_of(page: str) -> str:
@@ -76,7 +80,9 @@ def commands_in(block: Block) -> Iterator[Command]:
     if block.language == "console":
         for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
             line, _, shown = part.partition("\n")
-            yield from (command._replace(shown=shown, reason=block.reason) for command in _in_line(line))
+            yield from (
+                command._replace(shown=shown, reason=block.reason) for command in _in_line(line)
+            )
     if block.language == "sh" and not block.title:
         for line in block.text.replace("\\\n", " ").splitlines():
             yield from (command._replace(reason=block.reason) for command in _in_line(line))
@@ -94,8 +100,12 @@ def _in_line(line: str) -> Iterator[Command]:
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """Whether a page's output matches the printed one; `...` matches any lines, or the rest of a line."""
-    lines = ["(?:.*\n)*?" if line == "..." else _pattern(line) for line in shown.rstrip().splitlines()]
+    """Whether a page's output matches the printed one; `...` matches any lines, or the rest of a
+    line.
+    """
+    lines = [
+        "(?:.*\n)*?" if line == "..." else _pattern(line) for line in shown.rstrip().splitlines()
+    ]
     clean = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
     return re.fullmatch("".join(lines), clean) is not None
 

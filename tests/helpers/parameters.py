@@ -16,7 +16,9 @@ from maxbatch.training.weights.parameters import open_source, restored
 def load_parameters(
     path: str | Path, overrides: Sequence[str] = (), mesh: Mesh | None = None
 ) -> tuple[Config, nnx.GraphDef[Any], nnx.State]:
-    """Returns the config, the model graph and the parameters of a model, on a mesh or the first device."""
+    """Returns the config, the model graph and the parameters of a model, on a mesh or the first
+    device.
+    """
     source = open_source(path)
     config = source.config(overrides)
     return config, *restored(source, config.decoder, mesh)

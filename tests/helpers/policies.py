@@ -1,4 +1,6 @@
-"""The smallest run of reinforcement learning: prompts of arithmetic, a model of one layer, a reward of its own."""
+"""The smallest run of reinforcement learning: prompts of arithmetic, a model of one layer, a reward
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,18 @@ def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, An
 
 
 def trained_to_say(config: Config, *bias: tuple[int, float]) -> nnx.State:
-    """Returns parameters with which the given ids have the given logits at every position, all others 0."""
+    """Returns parameters with which the given ids have the given logits at every position, all
+    others 0.
+    """
     decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     attention, mlp = decoder.layers.attention, decoder.layers.mlp
     # The stream is one everywhere: what the layers would add to it is nothing.
-    for weight, value in ((decoder.embedding, 1.0), (attention.out, 0.0), (mlp.down, 0.0), (decoder.output, 0.0)):
+    for weight, value in (
+        (decoder.embedding, 1.0),
+        (attention.out, 0.0),
+        (mlp.down, 0.0),
+        (decoder.output, 0.0),
+    ):
         weight[...] = jnp.full_like(weight[...], value)
     for token, logit in bias:
         decoder.output[...] = decoder.output[...].at[0, token].set(logit)

@@ -32,9 +32,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wait_for(
-    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 600
+    condition: Callable[[], object],
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = 600,
 ) -> None:
-    """Waits until the condition holds; fails after so many seconds, and at once if the process that brings it ends."""
+    """Waits until the condition holds; fails after so many seconds, and at once if the process that
+    brings it ends.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
@@ -43,6 +47,8 @@ def wait_for(
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the process ids of the children of a process that lives, in the order in which they started."""
+    """Returns the process ids of the children of a process that lives, in the order in which they
+    started.
+    """
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for file in lists for child in file.read_text().split())

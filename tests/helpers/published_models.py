@@ -1,4 +1,6 @@
-"""Fields of published models' `config.json` files that determine the model, and parameter counts."""
+"""Fields of published models' `config.json` files that determine the model, and parameter
+counts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ class Published(NamedTuple):
     num_parameters: int
 
 
-def _shape(kind: str, width: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+def _shape(
+    kind: str, width: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int
+) -> dict[str, Any]:
     return {
         "model_type": kind, "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
@@ -24,8 +28,17 @@ def _llama3(factor: float, **shape: int) -> dict[str, Any]:
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    common = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": scaling, "tie_word_embeddings": False}
-    return _shape("llama", **shape, kv_heads=8, vocab=128256) | common | {"max_position_embeddings": 131072}
+    common = {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": False,
+    }
+    return (
+        _shape("llama", **shape, kv_heads=8, vocab=128256)
+        | common
+        | {"max_position_embeddings": 131072}
+    )
 
 
 def _smollm2(theta: int, **shape: int) -> dict[str, Any]:
@@ -34,14 +47,27 @@ def _smollm2(theta: int, **shape: int) -> dict[str, Any]:
 
 
 def _qwen2(tied: bool, **shape: int) -> dict[str, Any]:
-    windows = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": shape["layers"]}
+    windows = {
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "max_window_layers": shape["layers"],
+    }
     common = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": tied}
     return _shape("qwen2", **shape) | common | windows
 
 
 def _qwen3(tied: bool, **shape: int) -> dict[str, Any]:
-    common = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": tied}
-    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape["layers"]}
+    common = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": tied,
+    }
+    windows = {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape["layers"],
+    }
     return _shape("qwen3", **shape, kv_heads=8, vocab=151936) | common | windows
 
 
@@ -82,8 +108,17 @@ def _mixtral(**shape: int) -> dict[str, Any]:
 
 
 def _qwen3_moe(expert: int, **shape: int) -> dict[str, Any]:
-    common = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": False}
-    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape["layers"]}
+    common = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+    }
+    windows = {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape["layers"],
+    }
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True,
                "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
     return _shape("qwen3_moe", **shape, kv_heads=4, vocab=151936) | common | windows | experts
@@ -123,7 +158,9 @@ _PHI3 = _shape("phi3", 3072, 8192, 32, 32, 32, 32064) | {
 }  # fmt: skip
 
 
-def _deepseek(width: int, mlp: int, moe_mlp: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
+def _deepseek(
+    width: int, mlp: int, moe_mlp: int, layers: int, heads: int, vocab: int
+) -> dict[str, Any]:
     return {
         "model_type": "deepseek_v3", "hidden_size": width, "intermediate_size": mlp, "moe_intermediate_size": moe_mlp,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab,
@@ -150,34 +187,52 @@ _MOONLIGHT = _deepseek(2048, 11264, 1408, 27, 16, 163840) | {
 
 # By the names of our presets.
 PUBLISHED: dict[str, Published] = {
-    "llama3.1-8b": Published(_llama3(8.0, width=4096, mlp=14336, layers=32, heads=32), 8_030_261_248),
-    "llama3.1-70b": Published(_llama3(8.0, width=8192, mlp=28672, layers=80, heads=64), 70_553_706_496),
+    "llama3.1-8b": Published(
+        _llama3(8.0, width=4096, mlp=14336, layers=32, heads=32), 8_030_261_248
+    ),
+    "llama3.1-70b": Published(
+        _llama3(8.0, width=8192, mlp=28672, layers=80, heads=64), 70_553_706_496
+    ),
     "llama3.2-1b": Published(
-        _llama3(32.0, width=2048, mlp=8192, layers=16, heads=32) | {"head_dim": 64, "tie_word_embeddings": True},
+        _llama3(32.0, width=2048, mlp=8192, layers=16, heads=32)
+        | {"head_dim": 64, "tie_word_embeddings": True},
         1_235_814_400,
     ),
     "llama3.2-3b": Published(
-        _llama3(32.0, width=3072, mlp=8192, layers=28, heads=24) | {"head_dim": 128, "tie_word_embeddings": True},
+        _llama3(32.0, width=3072, mlp=8192, layers=28, heads=24)
+        | {"head_dim": 128, "tie_word_embeddings": True},
         3_212_749_824,
     ),
     "qwen2.5-0.5b": Published(
-        _qwen2(True, width=896, mlp=4864, layers=24, heads=14, kv_heads=2, vocab=151936), 494_032_768
+        _qwen2(True, width=896, mlp=4864, layers=24, heads=14, kv_heads=2, vocab=151936),
+        494_032_768,
     ),
     "qwen2.5-1.5b": Published(
-        _qwen2(True, width=1536, mlp=8960, layers=28, heads=12, kv_heads=2, vocab=151936), 1_543_714_304
+        _qwen2(True, width=1536, mlp=8960, layers=28, heads=12, kv_heads=2, vocab=151936),
+        1_543_714_304,
     ),
     "qwen2.5-7b": Published(
-        _qwen2(False, width=3584, mlp=18944, layers=28, heads=28, kv_heads=4, vocab=152064), 7_615_616_512
+        _qwen2(False, width=3584, mlp=18944, layers=28, heads=28, kv_heads=4, vocab=152064),
+        7_615_616_512,
     ),
     "qwen3-0.6b": Published(_qwen3(True, width=1024, mlp=3072, layers=28, heads=16), 596_049_920),
     "qwen3-4b": Published(_qwen3(True, width=2560, mlp=9728, layers=36, heads=32), 4_022_468_096),
     "qwen3-8b": Published(_qwen3(False, width=4096, mlp=12288, layers=36, heads=32), 8_190_735_360),
-    "gemma-2b": Published(_gemma(width=2048, mlp=16384, layers=18, heads=8, kv_heads=1), 2_506_172_416),
-    "gemma-7b": Published(_gemma(width=3072, mlp=24576, layers=28, heads=16, kv_heads=16), 8_537_680_896),
-    "gemma2-2b": Published(_gemma2(width=2304, mlp=9216, layers=26, heads=8, kv_heads=4), 2_614_341_888),
-    "gemma2-9b": Published(_gemma2(width=3584, mlp=14336, layers=42, heads=16, kv_heads=8), 9_241_705_984),
+    "gemma-2b": Published(
+        _gemma(width=2048, mlp=16384, layers=18, heads=8, kv_heads=1), 2_506_172_416
+    ),
+    "gemma-7b": Published(
+        _gemma(width=3072, mlp=24576, layers=28, heads=16, kv_heads=16), 8_537_680_896
+    ),
+    "gemma2-2b": Published(
+        _gemma2(width=2304, mlp=9216, layers=26, heads=8, kv_heads=4), 2_614_341_888
+    ),
+    "gemma2-9b": Published(
+        _gemma2(width=3584, mlp=14336, layers=42, heads=16, kv_heads=8), 9_241_705_984
+    ),
     "gemma3-1b": Published(
-        _gemma3(512, width=1152, mlp=6912, layers=26, heads=4, kv_heads=1, vocab=262144), 999_885_952
+        _gemma3(512, width=1152, mlp=6912, layers=26, heads=4, kv_heads=1, vocab=262144),
+        999_885_952,
     ),
     "gemma3-4b": Published(
         _gemma3(1024, width=2560, mlp=10240, layers=34, heads=8, kv_heads=4, vocab=262208)
@@ -186,9 +241,15 @@ PUBLISHED: dict[str, Published] = {
     ),
     "mistral-7b": Published(_MISTRAL, 7_241_732_096),
     "mixtral-8x7b": Published(_mixtral(width=4096, mlp=14336, layers=32, heads=32), 46_702_792_704),
-    "mixtral-8x22b": Published(_mixtral(width=6144, mlp=16384, layers=56, heads=48), 140_620_634_112),
-    "qwen3-30b-a3b": Published(_qwen3_moe(768, width=2048, mlp=6144, layers=48, heads=32), 30_532_122_624),
-    "qwen3-235b-a22b": Published(_qwen3_moe(1536, width=4096, mlp=12288, layers=94, heads=64), 235_093_634_560),
+    "mixtral-8x22b": Published(
+        _mixtral(width=6144, mlp=16384, layers=56, heads=48), 140_620_634_112
+    ),
+    "qwen3-30b-a3b": Published(
+        _qwen3_moe(768, width=2048, mlp=6144, layers=48, heads=32), 30_532_122_624
+    ),
+    "qwen3-235b-a22b": Published(
+        _qwen3_moe(1536, width=4096, mlp=12288, layers=94, heads=64), 235_093_634_560
+    ),
     "gpt-oss-20b": Published(_gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": Published(_gpt_oss(36, 128), 116_829_156_672),
     "olmoe-1b-7b": Published(_OLMOE, 6_919_161_856),
@@ -197,9 +258,15 @@ PUBLISHED: dict[str, Published] = {
     "olmo2-7b": Published(_OLMO2, 7_298_617_344),
     "olmo3-7b": Published(_OLMO3, 7_298_011_136),
     "phi3-mini": Published(_PHI3, 3_821_079_552),
-    "smollm2-135m": Published(_smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008),
-    "smollm2-360m": Published(_smollm2(100000, width=960, mlp=2560, layers=32, heads=15, kv_heads=5), 361_821_120),
-    "smollm2-1.7b": Published(_smollm2(130000, width=2048, mlp=8192, layers=24, heads=32, kv_heads=32), 1_711_376_384),
+    "smollm2-135m": Published(
+        _smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008
+    ),
+    "smollm2-360m": Published(
+        _smollm2(100000, width=960, mlp=2560, layers=32, heads=15, kv_heads=5), 361_821_120
+    ),
+    "smollm2-1.7b": Published(
+        _smollm2(130000, width=2048, mlp=8192, layers=24, heads=32, kv_heads=32), 1_711_376_384
+    ),
     "gpt2": Published(_gpt2(768, 12, 12), 124_439_808),
     "gpt2-medium": Published(_gpt2(1024, 24, 16), 354_823_168),
     "gpt2-large": Published(_gpt2(1280, 36, 20), 774_030_080),

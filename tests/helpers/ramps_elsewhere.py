@@ -1,4 +1,6 @@
-"""How Megatron-LM and MaxText ramp the batch, in a few lines each; shared by the tests that compare with them."""
+"""How Megatron-LM and MaxText ramp the batch, in a few lines each; shared by the tests that compare
+with them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Callable
 
 
 def megatron_rampup(start: int, rise: int, samples: int, batch: int) -> Callable[[int], int]:
-    """`--rampup-batch-size START INCREMENT SAMPLES --global-batch-size B`: the batch by consumed samples."""
+    """`--rampup-batch-size START INCREMENT SAMPLES --global-batch-size B`: the batch by consumed
+    samples.
+    """
     apart = samples / ((batch - start) // rise)
 
     def batch_at(consumed: int) -> int:
@@ -16,7 +20,9 @@ def megatron_rampup(start: int, rise: int, samples: int, batch: int) -> Callable
 
 
 def megatron_schedule(text: str, sequence_length: int) -> Callable[[int], int]:
-    """`--step-batch-size-schedule "0:768 250B:1536"`: thresholds in tokens, cut down to whole samples."""
+    """`--step-batch-size-schedule "0:768 250B:1536"`: thresholds in tokens, cut down to whole
+    samples.
+    """
     units = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     stages = []
     for word in text.split():
@@ -27,8 +33,12 @@ def megatron_schedule(text: str, sequence_length: int) -> Callable[[int], int]:
     return lambda consumed: next(batch for first, batch in reversed(stages) if consumed >= first)
 
 
-def maxtext_batches(start: int, rise: int, end: int, increments: int, samples: float, *, updates: int) -> list[int]:
-    """The batches of MaxText's ramp without accumulation: each stage counts from its own first sample."""
+def maxtext_batches(
+    start: int, rise: int, end: int, increments: int, samples: float, *, updates: int
+) -> list[int]:
+    """The batches of MaxText's ramp without accumulation: each stage counts from its own first
+    sample.
+    """
     batches, batch, in_stage = [], start, 0
     for _ in range(updates):
         batches.append(batch)

@@ -16,9 +16,15 @@ def pretend_slices(monkeypatch: pytest.MonkeyPatch, devices_per_slice: int) -> N
     """Makes `maxbatch.parallel.mesh` see the CPU devices as slices of so many."""
 
     def attribute(device: jax.Device, name: str, default: Any) -> Any:
-        return device.id // devices_per_slice if name == "slice_index" else getattr(device, name, default)
+        return (
+            device.id // devices_per_slice
+            if name == "slice_index"
+            else getattr(device, name, default)
+        )
 
-    def hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device], **_: bool) -> np.ndarray:
+    def hybrid(
+        ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device], **_: bool
+    ) -> np.ndarray:
         return np.asarray(devices).reshape(np.multiply(ici, dcn))
 
     monkeypatch.setattr("maxbatch.parallel.mesh.getattr", attribute, raising=False)

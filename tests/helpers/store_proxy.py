@@ -1,10 +1,12 @@
-"""A proxy between a client and the emulator of an object store: keeps preconditions, fails by plan, counts.
+"""A proxy between a client and the emulator of an object store: keeps preconditions, fails by plan,
+counts.
 
-It serialises the writes to one object and answers 412 itself, for generation preconditions (which the emulator of GCS
-ignores) and for If-Match and If-None-Match alike. To an object of GCS that is read it adds the header with its
-generation, which the emulator leaves out. `POST /__plan__` takes a plan (JSON, the fields of
-`Plan`), `GET /__log__` returns the requests since the last `DELETE /__log__`: [seconds, method, path, bytes, status];
-the bytes are those of the body that was sent, or of a GET those that came.
+It serialises the writes to one object and answers 412 itself, for generation preconditions (which
+the emulator of GCS ignores) and for If-Match and If-None-Match alike. To an object of GCS that is
+read it adds the header with its generation, which the emulator leaves out. `POST /__plan__` takes a
+plan (JSON, the fields of `Plan`), `GET /__log__` returns the requests since the last `DELETE
+/__log__`: [seconds, method, path, bytes, status]; the bytes are those of the body that was sent, or
+of a GET those that came.
 """
 
 from __future__ import annotations
@@ -31,22 +33,27 @@ class Plan:
 
     share: float = 0.0  # of the requests that fail
     at_most: int | None = None  # requests that fail, from the first on; None for any number
-    # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting length), `pause`,
-    # or done and their answer lost: `lost` is answered by 425, `lost-503` by 503, `lost-reset` by a broken connection.
+    # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting
+    # length), `pause`, or done and their answer lost: `lost` is answered by 425, `lost-503` by 503,
+    # `lost-reset` by a broken connection.
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
     delay_s: float = 0.0  # added to every request
     pause_s: float = 5.0  # of the kind `pause`
     down: bool = False  # every request fails
-    matching: str = ""  # regular expression on method and path of the requests that fail, or are held; "" for all
+    # regular expression on method and path of the requests that fail, or are held; "" for all
+    matching: str = ""
     bucket: str = ""  # the only one whose requests fail; "" for all
-    together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
+    # the first so many requests are held until all of them have come, and go on at the same moment
+    together: int = 0
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
-    denied: str = ""  # regular expression on method, path and object of the requests that are answered by 403
+    # regular expression on method, path and object of the requests that are answered by 403
+    denied: str = ""
 
 
-# Requests to the emulator at a time: its queue of connections is short, and what overflows it waits a second.
+# Requests to the emulator at a time: its queue of connections is short, and what overflows it waits
+# a second.
 _UPSTREAM = 4
 _HELD_S = 20.0  # at most
 _DROPPED = {"connection", "transfer-encoding", "keep-alive", "content-length"}
@@ -62,7 +69,8 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.upstream = urlsplit(upstream)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
-        self.generations: dict[str, str] = {}  # of objects of GCS that were written, by bucket and name
+        # of objects of GCS that were written, by bucket and name
+        self.generations: dict[str, str] = {}
         self.upstream_slots = threading.Semaphore(_UPSTREAM)
         self.log: list[list[Any]] = []
         self.plan_as({})
@@ -82,12 +90,18 @@ class Proxy(ThreadingHTTPServer):
             with suppress(threading.BrokenBarrierError):
                 self.barrier.wait(_HELD_S)
 
-    def fetch(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
+    def fetch(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, Any, bytes]:
         with self.upstream_slots:
             return self._fetch(method, path, headers, body)
 
-    def _fetch(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
-        connection = http.client.HTTPConnection(self.upstream.hostname or "", self.upstream.port, timeout=60)
+    def _fetch(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, Any, bytes]:
+        connection = http.client.HTTPConnection(
+            self.upstream.hostname or "", self.upstream.port, timeout=60
+        )
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -188,14 +202,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.log.append([self.started, self.command, unquote(self.path), self.size, status])
 
     def _refuse(self, status: int) -> bool:
-        code = {403: "AccessDenied", 412: "PreconditionFailed", 429: "SlowDown", 507: "QuotaExceeded"}.get(
-            status, "ServiceUnavailable"
-        )
+        code = {
+            403: "AccessDenied",
+            412: "PreconditionFailed",
+            429: "SlowDown",
+            507: "QuotaExceeded",
+        }.get(status, "ServiceUnavailable")
         if "x-amz-date" in self.headers:
             kind = "application/xml"
             body = f"<Error><Code>{code}</Code><Message>by plan</Message></Error>"
         else:
-            kind, body = "application/json", json.dumps({"error": {"code": status, "message": f"{code} by plan"}})
+            kind, body = (
+                "application/json",
+                json.dumps({"error": {"code": status, "message": f"{code} by plan"}}),
+            )
         self._answer(status, [("Content-Type", kind)], body.encode())
         return True
 
@@ -205,7 +225,9 @@ class _Handler(BaseHTTPRequestHandler):
             if name and not self._precondition_holds(name):
                 self._refuse(412)
                 return
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in _DROPPED | {"expect"}}
+            headers = {
+                k: v for k, v in self.headers.items() if k.lower() not in _DROPPED | {"expect"}
+            }
             status, answered, data = self.server.fetch(self.command, self.path, headers, body)
             if name and "x-amz-date" not in self.headers:
                 self._note_generation(name, data)
@@ -222,14 +244,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, [*answered, *self._headers_of_content(status, data)], sent, truncates)
 
     def _note_generation(self, name: str, answered: bytes) -> None:
-        """Keeps the generation that a write was answered with; a write without one makes it unknown."""
+        """Keeps the generation that a write was answered with; a write without one makes it
+        unknown.
+        """
         try:
             self.server.generations[name] = json.loads(answered)["generation"]
         except (ValueError, KeyError, TypeError):
             self.server.generations.pop(name, None)
 
     def _headers_of_content(self, status: int, data: bytes) -> list[tuple[str, str]]:
-        """Returns the headers with the generation and the length of the object whose content the request reads."""
+        """Returns the headers with the generation and the length of the object whose content the
+        request reads.
+        """
         url = urlsplit(self.path)
         named = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", url.path)
         if self.command != "GET" or not named or parse_qs(url.query).get("alt") != ["media"]:
@@ -239,7 +265,9 @@ class _Handler(BaseHTTPRequestHandler):
         return [("x-goog-generation", generation), *length] if generation else length
 
     def _written_object(self, body: bytes) -> str | None:
-        """Returns the bucket and name of the object that the request writes; None where it writes none."""
+        """Returns the bucket and name of the object that the request writes; None where it writes
+        none.
+        """
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         if "x-amz-date" in self.headers:
@@ -255,7 +283,11 @@ class _Handler(BaseHTTPRequestHandler):
         if copied and self.command == "POST":
             return f"/{copied[1]}/{unquote(copied[2])}"
         named = re.fullmatch(r"/storage/v1/b/([^/]+)/o/([^/]+)(?:/compose)?", url.path)
-        return f"/{named[1]}/{unquote(named[2])}" if named and self.command in ("POST", "DELETE") else None
+        return (
+            f"/{named[1]}/{unquote(named[2])}"
+            if named and self.command in ("POST", "DELETE")
+            else None
+        )
 
     def _precondition_holds(self, name: str) -> bool:
         wanted = parse_qs(urlsplit(self.path).query).get("ifGenerationMatch")
@@ -268,12 +300,22 @@ class _Handler(BaseHTTPRequestHandler):
         if_match, if_none = self.headers.get("If-Match"), self.headers.get("If-None-Match")
         if not (if_match or if_none):
             return True
-        headers = {k: v for k, v in self.headers.items() if k.lower() in ("authorization", "x-amz-date")}
+        headers = {
+            k: v for k, v in self.headers.items() if k.lower() in ("authorization", "x-amz-date")
+        }
         status, answered, _ = self.server.fetch("HEAD", urlsplit(self.path).path, headers, b"")
-        etag = next((v for k, v in answered if k.lower() == "etag"), None) if status == 200 else None
-        return etag is None if if_none else etag is not None and etag.strip('"') == (if_match or "").strip('"')
+        etag = (
+            next((v for k, v in answered if k.lower() == "etag"), None) if status == 200 else None
+        )
+        return (
+            etag is None
+            if if_none
+            else etag is not None and etag.strip('"') == (if_match or "").strip('"')
+        )
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, truncates: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], data: bytes, truncates: bool = False
+    ) -> None:
         length = next((v for k, v in headers if k.lower() == "content-length"), str(len(data)))
         if not self.path.startswith("/__"):
             self.size = len(data) if self.command == "GET" else self.size

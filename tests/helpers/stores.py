@@ -1,4 +1,6 @@
-"""Emulators of object stores as processes of their own, each behind the tests' proxy; once for a whole session."""
+"""Emulators of object stores as processes of their own, each behind the tests' proxy; once for a
+whole session.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from maxbatch.system.ports import free_port
 
 _TOP = Path(__file__).parents[2]
 _SERVERS = {
-    "gs": ("gcp_storage_emulator", ("-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--in-memory", "-q")),
+    "gs": (
+        "gcp_storage_emulator",
+        ("-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--in-memory", "-q"),
+    ),
     "s3": ("moto", ("-m", "moto.server", "-H", "127.0.0.1")),
 }
 SCHEMES = tuple(_SERVERS)
@@ -54,7 +59,9 @@ class Store:
         """Makes a bucket and returns its URL."""
         name = f"bucket-{os.getpid()}-{next(_buckets)}"
         if self.scheme == "gs":
-            status, _ = self._ask("POST", "/storage/v1/b?project=test", json.dumps({"name": name}).encode())
+            status, _ = self._ask(
+                "POST", "/storage/v1/b?project=test", json.dumps({"name": name}).encode()
+            )
         else:
             status, _ = self._ask("PUT", f"/{name}", b"", {"x-amz-date": "20260101T000000Z"})
         assert status == 200, status
@@ -83,21 +90,33 @@ class Store:
         self._ask("DELETE", "/__log__")
 
     def requests(self) -> list[list[Any]]:
-        """Returns the requests to the newest bucket since `forget`: [seconds, method, path, bytes, status].
+        """Returns the requests to the newest bucket since `forget`: [seconds, method, path, bytes,
+        status].
 
-        Those to other buckets are left out: a lease that an earlier test did not give back may still be renewed.
+        Those to other buckets are left out: a lease that an earlier test did not give back may
+        still be renewed.
         """
-        return [request for request in json.loads(self._ask("GET", "/__log__")[1]) if self._newest in request[2]]
+        return [
+            request
+            for request in json.loads(self._ask("GET", "/__log__")[1])
+            if self._newest in request[2]
+        ]
 
-    def _ask(self, method: str, path: str, body: bytes = b"", headers: Any = None) -> tuple[int, bytes]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+    def _ask(
+        self, method: str, path: str, body: bytes = b"", headers: Any = None
+    ) -> tuple[int, bytes]:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        ) as connection:
             connection.request(method, path, body, headers or {"Content-Type": "application/json"})
             answer = connection.getresponse()
             return answer.status, answer.read()
 
 
 def on(scheme: str) -> pytest.MarkDecorator:
-    """Runs a test of `store` on one of them: its promise is not a driver's, and others hold it on the other."""
+    """Runs a test of `store` on one of them: its promise is not a driver's, and others hold it on
+    the other.
+    """
     return pytest.mark.parametrize("store", [scheme], indirect=True)
 
 
@@ -111,7 +130,9 @@ def serving(scheme: str) -> Iterator[Store]:
     flag = ("--port", str(upstream)) if scheme == "gs" else ("-p", str(upstream))
     proxy = ("-m", "tests.helpers.store_proxy", str(port), f"http://127.0.0.1:{upstream}")
     started = [
-        subprocess.Popen([sys.executable, *a], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=_TOP)
+        subprocess.Popen(
+            [sys.executable, *a], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=_TOP
+        )
         for a in ((*arguments, *flag), proxy)
     ]
     store = Store(scheme, port, upstream)

@@ -14,12 +14,20 @@ from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.locks import take_lock
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN
 
-BASE = dict(pair.split("=", 1) for pair in (*TINY_RUN, ONE_LAYER)) | {"steps": 4, "per_device_batch_size": 2}
+BASE = dict(pair.split("=", 1) for pair in (*TINY_RUN, ONE_LAYER)) | {
+    "steps": 4,
+    "per_device_batch_size": 2,
+}
 
 
 def write_sweep(parameters: Any, base: dict[str, Any] | None = None, **settings: Any) -> str:
     """Write sweep.yml into the current folder."""
-    sweep = {"metric": "loss", "sweep_dir": "sw", "base": BASE | (base or {}), "parameters": parameters}
+    sweep = {
+        "metric": "loss",
+        "sweep_dir": "sw",
+        "base": BASE | (base or {}),
+        "parameters": parameters,
+    }
     Path("sweep.yml").write_text(yaml.safe_dump(sweep | settings, sort_keys=False))
     return "sweep.yml"
 

@@ -21,12 +21,19 @@ class Terminal:
     def __init__(self, *arguments: str, columns: int = 80, lines: int = 50) -> None:
         controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        environment = {
+            name: text
+            for name, text in os.environ.items()
+            if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "maxbatch", *arguments],
-            stdin=terminal, stdout=terminal, stderr=terminal, env=environment | {"TERM": "xterm-256color"},
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=environment | {"TERM": "xterm-256color"},
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(terminal)
         self._controller, self.written = controller, ""
 

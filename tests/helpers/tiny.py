@@ -1,4 +1,6 @@
-"""The smallest model and batches that still exercise every part; shared by the tests of training."""
+"""The smallest model and batches that still exercise every part; shared by the tests of
+training.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ TINY_RUN = (
     UNMEASURED,
 )
 
-# Of a run that is compared with another and that none goes on from: no program of checksums, nothing written.
+# Of a run that is compared with another and that none goes on from: no program of checksums,
+# nothing written.
 UNSAVED = "enable_checkpointing=false"
 
 # Of a test for which the number of layers does not matter: half as much to compile.
@@ -80,12 +83,17 @@ def assert_same_run(
     close: Sequence[str] = CLOSE,
     tolerance: float = 2e-4,
 ) -> None:
-    """Compares the lines of two runs: the same data bit for bit, the same losses to float tolerance."""
+    """Compares the lines of two runs: the same data bit for bit, the same losses to float
+    tolerance.
+    """
     for line, other in zip(found, expected, strict=True):
         found_same, same_of_other = ({key: one[key] for key in same} for one in (line, other))
         assert found_same == same_of_other, f"{found_same}, not {same_of_other}"
         for key in other.keys() & set(close):
-            assert line[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (other["step"], key)
+            assert line[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (
+                other["step"],
+                key,
+            )
 
 
 def loss_sums(

@@ -1,8 +1,10 @@
-"""One process of a DistributedDataParallel run of PyTorch over gloo: prints the gradients that its ranks agree on.
+"""One process of a DistributedDataParallel run of PyTorch over gloo: prints the gradients that its
+ranks agree on.
 
 Usage: python -m tests.helpers.torch_ddp RANK WORLD_SIZE RENDEZVOUS_FILE ROWS_FILE
 
-The model is a table of logits by the token before; its rows come from a NumPy file, tokens [B, L] and weights [B, L].
+The model is a table of logits by the token before; its rows come from a NumPy file, tokens [B, L]
+and weights [B, L].
 """
 
 from __future__ import annotations
@@ -50,10 +52,16 @@ def gradient(rows: TensorDataset, reduction: str, passes: int, divide: bool) -> 
 
 
 def main(rank: str, world_size: str, rendezvous: str, rows_file: str) -> None:
-    """Prints, from the first rank, the gradients by name and the rows that each rank's sampler deals it."""
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=int(world_size))
+    """Prints, from the first rank, the gradients by name and the rows that each rank's sampler
+    deals it.
+    """
+    dist.init_process_group(
+        "gloo", f"file://{rendezvous}", rank=int(rank), world_size=int(world_size)
+    )
     stored = np.load(rows_file)
-    rows = TensorDataset(torch.from_numpy(stored["tokens"]).long(), torch.from_numpy(stored["weights"]).float())
+    rows = TensorDataset(
+        torch.from_numpy(stored["tokens"]).long(), torch.from_numpy(stored["weights"]).float()
+    )
     found = {
         "mean": gradient(rows, "mean", passes=1, divide=False),
         "sum": gradient(rows, "sum", passes=1, divide=False),

@@ -1,10 +1,11 @@
 """Types every `works:` of an error as it stands, after the test that met the error.
 
-The plugin watches `ConfigError`, so a message that is written tomorrow is typed too. An error counts if it left the
-code under test: a test caught it, or the command line printed it. Its traceback tells what was stated: the arguments
-of a command, the file and the overrides of a config, or a config and the devices of a plan. The same statement with
-the settings after `works:` must be accepted, and must keep all else that was stated. A `works:` that is no settings,
-flags or command must match a row of `NOT_TYPED`, which says why nobody can type it there.
+The plugin watches `ConfigError`, so a message that is written tomorrow is typed too. An error
+counts if it left the code under test: a test caught it, or the command line printed it. Its
+traceback tells what was stated: the arguments of a command, the file and the overrides of a config,
+or a config and the devices of a plan. The same statement with the settings after `works:` must be
+accepted, and must keep all else that was stated. A `works:` that is no settings, flags or command
+must match a row of `NOT_TYPED`, which says why nobody can type it there.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.refusal import Refusal
 from maxbatch.system.errors import ConfigError
 
-_MOST_OF_LINE = 3  # errors of one line of code that a test has typed; property tests raise thousands
-_MOST_KEPT = 12  # of one line of code that a test keeps, including those that the code itself catches
+# errors of one line of code that a test has typed; property tests raise thousands
+_MOST_OF_LINE = 3
+# of one line of code that a test keeps, including those that the code itself catches
+_MOST_KEPT = 12
 _MOST_OF_SESSION = 40  # of one line of code that a session has typed
 _MOST_TRIES = 8  # a statement may have several faults, each with its own message
 _MACHINE = ("num_devices", "num_hosts", "num_slices")
 _IN_A_FILE = re.compile(r"[^\s=]+:\d+: ")  # the place of a word, at the beginning of a message
 _ALTERNATIVES = re.compile(r",? or |(?<=\)), ")
 
-# What stands after `works:` and is no setting of the command at hand: a pattern, and why it is not typed.
+# What stands after `works:` and is no setting of the command at hand: a pattern, and why it is not
+# typed.
 NOT_TYPED: Mapping[str, str] = {
     r".*; skip_bad_records=true leaves such records out": "offers two ways",
     r".* left out|leave .* out|without .*|--\S+ without .*|no .*|none": "says which word to leave out",
@@ -76,7 +80,9 @@ class Statement:
     replaced: Config | None = None  # a config that no overrides state
 
     def with_settings(self, settings: Mapping[str, str], error: ConfigError) -> Statement:
-        """Returns the statement with settings in place of their keys' texts, and of unknown keys."""
+        """Returns the statement with settings in place of their keys' texts, and of unknown
+        keys.
+        """
         machine = None if self.machine is None else dict(self.machine)
         for name in _MACHINE:
             if machine is not None and name in settings:
@@ -84,14 +90,18 @@ class Statement:
         typed = {name: text for name, text in settings.items() if name in KEYS}
         if self.replaced is not None:
             values = {name: KEYS[name].read(text) for name, text in typed.items()}
-            return dataclasses.replace(self, machine=machine, replaced=self.replaced.replaced(values))
+            return dataclasses.replace(
+                self, machine=machine, replaced=self.replaced.replaced(values)
+            )
         left = [text for text in self.overrides if not _is_replaced(text, typed, error)]
         overrides = (*left, *(f"{name}={text}" for name, text in typed.items()))
         return dataclasses.replace(self, overrides=overrides, machine=machine)
 
     def read(self) -> tuple[Config, BatchPlan | None]:
         config = self.replaced or load_config(self.path, self.overrides)
-        return config, None if self.machine is None else BatchPlan.from_config(config, **self.machine)
+        return config, None if self.machine is None else BatchPlan.from_config(
+            config, **self.machine
+        )
 
     @property
     def stated(self) -> dict[str, str]:
@@ -101,7 +111,9 @@ class Statement:
 
 
 def _is_replaced(override: str, settings: Mapping[str, str], error: ConfigError) -> bool:
-    """Returns whether who types the settings leaves an override out: the key's own, or an unknown word."""
+    """Returns whether who types the settings leaves an override out: the key's own, or an unknown
+    word.
+    """
     name = override.partition("=")[0].strip()
     return name in settings or (isinstance(error, UnknownKeys) and name not in KEYS)
 
@@ -141,7 +153,9 @@ class Typist:
             self._kept.append(error)
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the `works:` of the errors that were kept, and forgets these."""
+        """Returns what is wrong with the `works:` of the errors that were kept, and forgets
+        these.
+        """
         kept = self._kept
         self.keep_nothing()
         faults, seen, of_line = list[str](), set[str](), Counter[str]()
@@ -150,7 +164,12 @@ class Typist:
             for error in kept:
                 frames = [] if error.__traceback__ is None else list(_frames(error))
                 message = str(error)
-                if not frames or "works: " not in message or message in seen or not _was_said(frames):
+                if (
+                    not frames
+                    or "works: " not in message
+                    or message in seen
+                    or not _was_said(frames)
+                ):
                     continue
                 seen.add(message)
                 line = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
@@ -197,7 +216,13 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _raised_at(frame: FrameType | None) -> tuple[str, int]:
     """Returns the line that made an error, outside of the functions that only word it."""
-    while frame is not None and frame.f_code.co_name in ("__init__", "fault", "refusal", "error", "remember"):
+    while frame is not None and frame.f_code.co_name in (
+        "__init__",
+        "fault",
+        "refusal",
+        "error",
+        "remember",
+    ):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
@@ -222,7 +247,9 @@ def faults_of(message: str, error: ConfigError, frames: Sequence[FrameType]) -> 
         words = _typed(text)
         if words is None:
             if not any(re.fullmatch(pattern, text) for pattern in NOT_TYPED):
-                faults.append(f"{message}\n  works: {text!r} cannot be typed; if nobody could, NOT_TYPED says why")
+                faults.append(
+                    f"{message}\n  works: {text!r} cannot be typed; if nobody could, NOT_TYPED says why"
+                )
             continue
         fault = _fault_of_words(words, error, message, frames)
         if fault:
@@ -254,8 +281,13 @@ def _typed(text: str) -> list[str] | None:
     return words or None
 
 
-def _fault_of_words(words: list[str], error: ConfigError, message: str, frames: Sequence[FrameType]) -> str | None:
-    argv = next((frame.f_locals.get("argv") for frame in frames if _is_at(frame, "maxbatch.cli", "_run")), None)
+def _fault_of_words(
+    words: list[str], error: ConfigError, message: str, frames: Sequence[FrameType]
+) -> str | None:
+    argv = next(
+        (frame.f_locals.get("argv") for frame in frames if _is_at(frame, "maxbatch.cli", "_run")),
+        None,
+    )
     if words[0] == "maxbatch":
         return _fault_of_arguments(words[1:], message)
     flags = [word for word in words if word.startswith("--")]
@@ -263,9 +295,13 @@ def _fault_of_words(words: list[str], error: ConfigError, message: str, frames: 
         # Who types the settings takes the unknown words out of the file.
         return _fault_of_values(dict(word.split("=", 1) for word in words))
     if argv:
-        return _fault_of_arguments(_with_words(list(argv), words, error, message.split()[0].rstrip(":")), message)
+        return _fault_of_arguments(
+            _with_words(list(argv), words, error, message.split()[0].rstrip(":")), message
+        )
     if flags:
-        return None  # of a function that a test called by itself, with the flags of a command that it does not name
+        # of a function that a test called by itself, with the flags of a command that it does not
+        # name
+        return None
     statement = _statement(frames)
     settings = dict(word.split("=", 1) for word in words)
     if statement is None:
@@ -274,11 +310,15 @@ def _fault_of_words(words: list[str], error: ConfigError, message: str, frames: 
 
 
 def _with_words(argv: list[str], words: Sequence[str], error: ConfigError, wrong: str) -> list[str]:
-    """Returns arguments with words typed behind them, in place of their flags, their keys, and unknown words.
+    """Returns arguments with words typed behind them, in place of their flags, their keys, and
+    unknown words.
 
-    `wrong` is the word that the message is about: a flag, or one that is neither a flag nor a setting.
+    `wrong` is the word that the message is about: a flag, or one that is neither a flag nor a
+    setting.
     """
-    settings = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+    settings = dict(
+        word.split("=", 1) for word in words if "=" in word and not word.startswith("-")
+    )
     flags = {word.partition("=")[0] for word in (*words, wrong) if word.startswith("--")}
     known = make_parser(argv[0])._option_string_actions if argv[0] in COMMANDS else {}
     left, is_left_out = list[str](), False
@@ -296,7 +336,9 @@ def _with_words(argv: list[str], words: Sequence[str], error: ConfigError, wrong
 
 
 def _fault_of_arguments(argv: Sequence[str], message: str) -> str | None:
-    """Returns why a command does not take its arguments: `plan` runs, others read their arguments and config."""
+    """Returns why a command does not take its arguments: `plan` runs, others read their arguments
+    and config.
+    """
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         if argv[0] == "plan":
@@ -337,7 +379,11 @@ def _of_config(config: object, machine: Mapping[str, Any]) -> Statement | None:
     """Returns overrides that state a config; the config itself where none do."""
     if not isinstance(config, Config):
         return None
-    texts = {name: value_text(value) for name, value in config.items() if value != KEYS[name].default_value}
+    texts = {
+        name: value_text(value)
+        for name, value in config.items()
+        if value != KEYS[name].default_value
+    }
     overrides = tuple(f"{name}={text}" for name, text in texts.items())
     with contextlib.suppress(ConfigError):
         if load_config(None, overrides) == config:
@@ -346,7 +392,9 @@ def _of_config(config: object, machine: Mapping[str, Any]) -> Statement | None:
 
 
 def _fault_of_values(settings: Mapping[str, str]) -> str | None:
-    """Returns why the values of keys cannot be read, for an error of a function that takes no config."""
+    """Returns why the values of keys cannot be read, for an error of a function that takes no
+    config.
+    """
     for name, text in settings.items():
         if name in KEYS:
             try:
@@ -369,14 +417,19 @@ def _fault_of_statement(
             text = str(further)
             is_elsewhere = statement.path is not None or text.startswith("environment variable")
             if text in messages and is_elsewhere:
-                return None  # the value is in a file or in the environment, and is to be changed there
+                # the value is in a file or in the environment, and is to be changed there
+                return None
             if text in messages:
                 return f"refused again: {text}"
             if isinstance(error, Refusal):
                 return f"still refused: {text}"
             messages.append(text)
             words = _typed(_alternatives(text)[0]) if "works: " in text else None
-            if words is None or not all("=" in word for word in words) or any(w.startswith("-") for w in words):
+            if (
+                words is None
+                or not all("=" in word for word in words)
+                or any(w.startswith("-") for w in words)
+            ):
                 return None  # another fault, for which nothing can be typed
             more = dict(word.split("=", 1) for word in words)
             typed, named = typed.with_settings(more, further), named | set(more)
@@ -388,7 +441,9 @@ def _fault_of_statement(
 def _changed(
     before: Statement, after: Statement, config: Config, plan: BatchPlan | None, named: set[str]
 ) -> str | None:
-    """Returns which statement the settings changed beside those that they name; None if they kept all."""
+    """Returns which statement the settings changed beside those that they name; None if they kept
+    all.
+    """
     for name, text in before.stated.items():
         if name in named:
             continue
@@ -401,18 +456,32 @@ def _changed(
     if plan is None:
         return None
     stated = {name: before.replaced[name] for name in KEYS} if before.replaced else before.stated
-    length = {name: stated[name] for name in names_of(Part.LENGTH) if stated.get(name) not in (None, "null")}
+    length = {
+        name: stated[name]
+        for name in names_of(Part.LENGTH)
+        if stated.get(name) not in (None, "null")
+    }
     others = {name for name in named & set(names_of(Part.LENGTH)) if config[name] is not None}
-    if list(length) == ["steps"] and others == {"train_samples"} and int(length["steps"]) != plan.total_steps:
+    if (
+        list(length) == ["steps"]
+        and others == {"train_samples"}
+        and int(length["steps"]) != plan.total_steps
+    ):
         return f"changes the run of {length['steps']} updates to {plan.total_steps}"
-    unit = plan.batch_shards * plan.num_pipeline_microbatches * (config.gradient_accumulation_steps or 1)
+    unit = (
+        plan.batch_shards
+        * plan.num_pipeline_microbatches
+        * (config.gradient_accumulation_steps or 1)
+    )
     if "global_batch_size" in named and stated.get("global_batch_size") not in (None, "null"):
         old = counted(str(stated["global_batch_size"]), config.plan.slots_per_sample)
         now = plan.global_batch_size_to_train_on
         if old and config.global_batch_size and abs(now - old) > max(unit / 2, unit - old, 1):
             return f"makes the batch of {old} one of {now}"
     if "batch_size_schedule" in named and stated.get("batch_size_schedule") not in (None, "null"):
-        return _changed_schedule(str(stated["batch_size_schedule"]), plan, config.plan.slots_per_sample, unit)
+        return _changed_schedule(
+            str(stated["batch_size_schedule"]), plan, config.plan.slots_per_sample, unit
+        )
     return None
 
 

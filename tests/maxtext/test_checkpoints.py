@@ -1,4 +1,6 @@
-"""MaxText's checkpoints: every family's names, layers scanned or not, chunks of any mesh, damages."""
+"""MaxText's checkpoints: every family's names, layers scanned or not, chunks of any mesh,
+damages.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from maxbatch.maxtext.export import ScannedNames, arrays_there, nested
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
-from tests.helpers.maxtext_checkpoints import abstract_params, random_like, unscanned, write_checkpoint
+from tests.helpers.maxtext_checkpoints import (
+    abstract_params,
+    random_like,
+    unscanned,
+    write_checkpoint,
+)
 
 TINY = (
     "base_emb_dim=32",
@@ -61,7 +68,9 @@ OF_FAMILY = {
 
 
 def config_of(family: str, *overrides: str) -> Config:
-    return load_config(overrides=[*TINY, f"decoder_block={family}", *OF_FAMILY.get(family, ()), *overrides])
+    return load_config(
+        overrides=[*TINY, f"decoder_block={family}", *OF_FAMILY.get(family, ()), *overrides]
+    )
 
 
 def theirs(config: Config, params: State) -> dict[str, dict]:
@@ -69,8 +78,12 @@ def theirs(config: Config, params: State) -> dict[str, dict]:
 
 
 def assert_equal(read: State, params: State) -> None:
-    for (keys, value), other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(read), strict=True):
-        np.testing.assert_array_equal(np.asarray(other), np.asarray(value), err_msg=".".join(parameter_path(keys)))
+    for (keys, value), other in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(read), strict=True
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(other), np.asarray(value), err_msg=".".join(parameter_path(keys))
+        )
 
 
 def read_all(path: Path, config: Config, abstract: State) -> State:
@@ -134,7 +147,9 @@ def test_a_checkpoint_that_a_mesh_wrote_in_parts_is_read_onto_another(tmp_path: 
     reads = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(reads, P(None, "fsdp") if len(x.shape) > 2 else P())
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(reads, P(None, "fsdp") if len(x.shape) > 2 else P()),
         ),
         abstract,
     )
@@ -149,8 +164,13 @@ def test_a_part_of_the_parameters_is_read_alone(tmp_path: Path) -> None:
     params = random_like(abstract)
     checkpoint = MaxTextCheckpoint(write_checkpoint(tmp_path, theirs(config, params)))
     reader = checkpoint.open(config.model, abstract)
-    part = nnx.from_flat_state([item for item in nnx.to_flat_state(abstract) if item[0][0] == "embedding"])
-    assert_equal(reader(part), nnx.from_flat_state([i for i in nnx.to_flat_state(params) if i[0][0] == "embedding"]))
+    part = nnx.from_flat_state(
+        [item for item in nnx.to_flat_state(abstract) if item[0][0] == "embedding"]
+    )
+    assert_equal(
+        reader(part),
+        nnx.from_flat_state([i for i in nnx.to_flat_state(params) if i[0][0] == "embedding"]),
+    )
 
 
 @pytest.mark.parametrize("named", ["run", "checkpoints", "step", "items"])
@@ -159,7 +179,12 @@ def test_a_run_its_checkpoints_and_their_items_name_the_newest(named: str, tmp_p
     params = theirs(config, random_like(abstract_params(config)))
     write_checkpoint(tmp_path, params)
     newest = write_checkpoint(tmp_path, params, step=12, moments=(params, params))
-    path = {"run": tmp_path, "checkpoints": tmp_path / "checkpoints", "step": newest.parent, "items": newest}[named]
+    path = {
+        "run": tmp_path,
+        "checkpoints": tmp_path / "checkpoints",
+        "step": newest.parent,
+        "items": newest,
+    }[named]
     checkpoint = MaxTextCheckpoint(path)
     assert (checkpoint.step, checkpoint.updates) == (11, 12)
 
@@ -177,17 +202,26 @@ def test_pieces_of_a_chunk_cover_it(tmp_path: Path) -> None:
 DAMAGES = {
     "no items": lambda items: shutil.rmtree(items),
     "no metadata": lambda items: (items / "_METADATA").unlink(),
-    "metadata cut": lambda items: (items / "_METADATA").write_bytes((items / "_METADATA").read_bytes()[:300]),
+    "metadata cut": lambda items: (items / "_METADATA").write_bytes(
+        (items / "_METADATA").read_bytes()[:300]
+    ),
     "metadata of another form": lambda items: (items / "_METADATA").write_text("[1, 2]"),
-    "metadata names nothing": lambda items: (items / "_METADATA").write_text('{"tree_metadata": {}}'),
+    "metadata names nothing": lambda items: (items / "_METADATA").write_text(
+        '{"tree_metadata": {}}'
+    ),
     "metadata is no JSON": lambda items: (items / "_METADATA").write_bytes(b"\xff\x00"),
     "no manifest": lambda items: [file.unlink() for file in items.rglob("manifest.ocdbt")],
-    "manifest cut": lambda items: [file.write_bytes(file.read_bytes()[:20]) for file in items.rglob("manifest.ocdbt")],
+    "manifest cut": lambda items: [
+        file.write_bytes(file.read_bytes()[:20]) for file in items.rglob("manifest.ocdbt")
+    ],
     "data cut": lambda items: [
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) for file in items.rglob("d/*")
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        for file in items.rglob("d/*")
     ],
     "data gone": lambda items: [file.unlink() for file in items.rglob("d/*")],
-    "data overwritten": lambda items: [file.write_bytes(b"\x5a" * file.stat().st_size) for file in items.rglob("d/*")],
+    "data overwritten": lambda items: [
+        file.write_bytes(b"\x5a" * file.stat().st_size) for file in items.rglob("d/*")
+    ],
     "an emergency checkpoint": lambda items: (items.parent / "process_metadata").mkdir(),
     "a name without an array": lambda items: _rename_in_metadata(items, "'wo'", "'w_other'"),
 }
@@ -195,7 +229,9 @@ DAMAGES = {
 
 def _rename_in_metadata(items: Path, old: str, new: str) -> None:
     metadata = json.loads((items / "_METADATA").read_text())
-    metadata["tree_metadata"] = {key.replace(old, new): value for key, value in metadata["tree_metadata"].items()}
+    metadata["tree_metadata"] = {
+        key.replace(old, new): value for key, value in metadata["tree_metadata"].items()
+    }
     (items / "_METADATA").write_text(json.dumps(metadata))
 
 
@@ -221,7 +257,9 @@ def test_a_damaged_checkpoint_is_one_line(damage: str, tmp_path: Path) -> None:
         ("decoder_block=gpt2", "MaxText's checkpoints are read for"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(override: str, why: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    override: str, why: str, tmp_path: Path
+) -> None:
     config = config_of("llama2")
     path = write_checkpoint(tmp_path, theirs(config, random_like(abstract_params(config))))
     other = config_of("llama2", *(["head_dim=8"] if "gpt2" in override else []), override)

@@ -24,10 +24,15 @@ CHUNKS = {"whole": (6, 4, 10), "by_rows": (2, 3), "uneven": (4, 4), "vector": (8
 
 
 @pytest.mark.parametrize("most", [64 << 20, 200])
-def test_hosts_read_each_chunk_once_between_them(pod: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_read_each_chunk_once_between_them(
+    pod: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange, "_ROUND_BYTES", most)
     folder = Path(pod.folder) / f"items-{most}"
-    values = {name: np.random.default_rng(7).normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    values = {
+        name: np.random.default_rng(7).normal(size=shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
     if pod.host == 0:
         for name, value in values.items():
             grid = {"name": "regular", "configuration": {"chunk_shape": CHUNKS[name]}}
@@ -35,8 +40,13 @@ def test_hosts_read_each_chunk_once_between_them(pod: Any, most: int, monkeypatc
             kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"params.{name}/"}
             spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
             tensorstore.open(spec, create=True).result().write(value).result()
-        entries = {str(("params", name)): {"value_metadata": {"value_type": "jax.Array"}} for name in SHAPES}
-        (folder / "_METADATA").write_text(json.dumps({"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": True}))
+        entries = {
+            str(("params", name)): {"value_metadata": {"value_type": "jax.Array"}}
+            for name in SHAPES
+        }
+        (folder / "_METADATA").write_text(
+            json.dumps({"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": True})
+        )
     pod.barrier()
 
     read: list[int] = []
@@ -49,8 +59,15 @@ def test_hosts_read_each_chunk_once_between_them(pod: Any, most: int, monkeypatc
 
     monkeypatch.setattr(StoredArray, "read", counted)
     mesh = pod.mesh(data=2, fsdp=4)
-    specs = {"whole": P(None, "fsdp", "data"), "by_rows": P(("data", "fsdp")), "uneven": P("data"), "vector": P()}
-    arrays = open_arrays(open_items(str(folder), "load_parameters_path"), [f"params.{name}" for name in SHAPES])
+    specs = {
+        "whole": P(None, "fsdp", "data"),
+        "by_rows": P(("data", "fsdp")),
+        "uneven": P("data"),
+        "vector": P(),
+    }
+    arrays = open_arrays(
+        open_items(str(folder), "load_parameters_path"), [f"params.{name}" for name in SHAPES]
+    )
     for name, value in values.items():
         made = exchange.read_shared(arrays[f"params.{name}"], NamedSharding(mesh, specs[name]))
         for shard in made.addressable_shards:

@@ -1,4 +1,6 @@
-"""Parameters that no loss depends on have a gradient of exactly 0, so that no optimizer walks them by rounding."""
+"""Parameters that no loss depends on have a gradient of exactly 0, so that no optimizer walks them
+by rounding.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,16 @@ from maxbatch.model.loss import token_logprobs
 from maxbatch.plan.batch import BatchPlan
 
 SMALL = (
-    "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
-    "base_num_decoder_layers=2", "vocab_size=32", "max_target_length=12", "dtype=float32",
-)  # fmt: skip
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=2",
+    "vocab_size=32",
+    "max_target_length=12",
+    "dtype=float32",
+)
 TOP_1 = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=1", "norm_topk_prob=true")
 
 
@@ -31,26 +40,49 @@ def gradients(*keys: str) -> dict[str, float]:
     tokens_MxL = jnp.asarray(draw.integers(1, 32, (3, 12)), jnp.int32)
 
     def loss(params: nnx.State) -> jax.Array:
-        scores = token_logprobs(nnx.merge(graphdef, params), tokens_MxL, jnp.ones_like(tokens_MxL), batch_shards=1)
+        scores = token_logprobs(
+            nnx.merge(graphdef, params), tokens_MxL, jnp.ones_like(tokens_MxL), batch_shards=1
+        )
         return -jnp.sum(scores.logprobs_MxL)
 
     found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params))
-    return {jax.tree_util.keystr(path): float(jnp.max(jnp.abs(gradient))) for path, gradient in found}
+    return {
+        jax.tree_util.keystr(path): float(jnp.max(jnp.abs(gradient))) for path, gradient in found
+    }
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("keys", "blind"),
     [
-        (("decoder_block=gpt2", "attention_bias=true", "trainable_position_size=12", "mlp_activations=gelu"),
-         "key_bias"),
-        (("decoder_block=qwen2", "attention_bias=true"), ""),  # its keys are rotated behind the bias
-        (("decoder_block=qwen3", "use_qk_norm=true", "attention_bias=true", "trainable_position_size=12"), ""),  # norms
+        (
+            (
+                "decoder_block=gpt2",
+                "attention_bias=true",
+                "trainable_position_size=12",
+                "mlp_activations=gelu",
+            ),
+            "key_bias",
+        ),
+        # its keys are rotated behind the bias
+        (("decoder_block=qwen2", "attention_bias=true"), ""),
+        # norms
+        (
+            (
+                "decoder_block=qwen3",
+                "use_qk_norm=true",
+                "attention_bias=true",
+                "trainable_position_size=12",
+            ),
+            "",
+        ),
         (TOP_1, "router"),
     ],
     ids=["gpt2", "qwen2", "normalised keys", "one expert"],
-)  # fmt: skip
-def test_a_gradient_that_is_zero_in_exact_arithmetic_is_zero(keys: tuple[str, ...], blind: str) -> None:
+)
+def test_a_gradient_that_is_zero_in_exact_arithmetic_is_zero(
+    keys: tuple[str, ...], blind: str
+) -> None:
     found = gradients(*keys)
     zero = {name for name, largest in found.items() if largest == 0}
     assert zero == {name for name in found if blind and blind in name} and bool(zero) == bool(blind)

@@ -1,4 +1,6 @@
-"""Layers of several forms, which repeat a cycle: what each sees, with a cache and in packed rows."""
+"""Layers of several forms, which repeat a cycle: what each sees, with a cache and in packed
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,32 @@ from tests.helpers.tiny import tiny_config
 
 LENGTH, FIRST = 24, 9  # tokens of a row, and of its first document
 LLAMA4 = (
-    "decoder_block=llama4", "num_experts=4", "shared_experts=1", "routed_score_func=sigmoid", "use_qk_norm=true",
-    "interleave_moe_layer_step=2", "nope_layer_interval=4", "chunk_attn_window_size=7", "temperature_tuning=true",
-    "base_num_decoder_layers=4", f"max_target_length={LENGTH}",
-)  # fmt: skip
+    "decoder_block=llama4",
+    "num_experts=4",
+    "shared_experts=1",
+    "routed_score_func=sigmoid",
+    "use_qk_norm=true",
+    "interleave_moe_layer_step=2",
+    "nope_layer_interval=4",
+    "chunk_attn_window_size=7",
+    "temperature_tuning=true",
+    "base_num_decoder_layers=4",
+    f"max_target_length={LENGTH}",
+)
 ENVY = ("decoder_block=envy", "num_experts=4", "norm_topk_prob=true", "interleave_moe_layer_step=2")
 
 
 def test_a_cycle_is_as_long_as_the_periods_of_all_keys_together() -> None:
-    model = load_config(overrides=[*LLAMA4, "interleave_moe_layer_step=3", "base_num_decoder_layers=24"]).model
+    model = load_config(
+        overrides=[*LLAMA4, "interleave_moe_layer_step=3", "base_num_decoder_layers=24"]
+    ).model
     assert len(cycle_of(model)) == 12 and (num_stacked(model), num_sparse_layers(model)) == (2, 8)
     assert cycle_of(model)[:4] == (
-        LayerForm(False, True), LayerForm(False, True), LayerForm(True, True), LayerForm(False, False, has_rope=False),
-    )  # fmt: skip
+        LayerForm(False, True),
+        LayerForm(False, True),
+        LayerForm(True, True),
+        LayerForm(False, False, has_rope=False),
+    )
     assert local_layers(model, 24) == (True, True, True, False) * 6
 
 
@@ -77,28 +92,52 @@ def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_documen
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ((*ENVY, "interleave_moe_layer_step=1000000000"), "must be at most base_num_decoder_layers=4; .*_step=4"),
-        ((*LLAMA4, "nope_layer_interval=1000000000"), "must be at most base_num_decoder_layers=4; .*_interval=4"),
-        ((*ENVY, "base_num_decoder_layers=5"), "base_num_decoder_layers=5: must be a multiple of 2, .*_layers=4"),
-        (("interleave_moe_layer_step=2",), r"must be 1 beside decoder_block=llama2.*\(only in llama4, envy\)"),
+        (
+            (*ENVY, "interleave_moe_layer_step=1000000000"),
+            "must be at most base_num_decoder_layers=4; .*_step=4",
+        ),
+        (
+            (*LLAMA4, "nope_layer_interval=1000000000"),
+            "must be at most base_num_decoder_layers=4; .*_interval=4",
+        ),
+        (
+            (*ENVY, "base_num_decoder_layers=5"),
+            "base_num_decoder_layers=5: must be a multiple of 2, .*_layers=4",
+        ),
+        (
+            ("interleave_moe_layer_step=2",),
+            r"must be 1 beside decoder_block=llama2.*\(only in llama4, envy\)",
+        ),
         (
             (*LLAMA4, "routed_score_func=softmax"),
             "routed_score_func=softmax: must be sigmoid beside decoder_block=llama4",
         ),
-        ((*LLAMA4, "norm_topk_prob=true"), "norm_topk_prob=true: must be false beside decoder_block=llama4"),
-        ((*LLAMA4, "nope_layer_interval=-1"), "temperature_tuning=true: must be false beside nope_layer_interval=-1"),
+        (
+            (*LLAMA4, "norm_topk_prob=true"),
+            "norm_topk_prob=true: must be false beside decoder_block=llama4",
+        ),
+        (
+            (*LLAMA4, "nope_layer_interval=-1"),
+            "temperature_tuning=true: must be false beside nope_layer_interval=-1",
+        ),
         (
             (*LLAMA4, "attention_type=local_sliding", "sliding_window_size=4"),
             "chunk_attn_window_size=7: must be 0 beside attention_type=local_sliding",
         ),
     ],
 )
-def test_forms_that_do_not_fit_together_are_refused_by_name(keys: tuple[str, ...], said: str) -> None:
+def test_forms_that_do_not_fit_together_are_refused_by_name(
+    keys: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(overrides=keys)
 
 
 def test_a_stage_of_a_pipeline_holds_whole_cycles() -> None:
-    config = load_config(overrides=[*ENVY, "base_num_decoder_layers=4", "ici_pipeline_parallelism=4"])
-    with pytest.raises(ConfigError, match=r"must divide the 2 cycles of 2 layers .*ici_pipeline_parallelism=2"):
+    config = load_config(
+        overrides=[*ENVY, "base_num_decoder_layers=4", "ici_pipeline_parallelism=4"]
+    )
+    with pytest.raises(
+        ConfigError, match=r"must divide the 2 cycles of 2 layers .*ici_pipeline_parallelism=2"
+    ):
         check_model_fits(config.plan, MeshShape.from_config(config.plan, 4))

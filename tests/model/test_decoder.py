@@ -18,9 +18,13 @@ from maxbatch.model.flops import model_flops_per_token
 from tests.helpers.tiny import LENGTH, TINY_MODEL, loss_sums, some_rows, tiny_config
 
 LONG_ROPE = (
-    "rope_type=longrope", "original_max_position_embeddings=16", "rope_factor=4", "head_dim=8",
-    "rope_short_factors=1,1.1,1.3,1.5", "rope_long_factors=1,2.5,4,6",
-)  # fmt: skip
+    "rope_type=longrope",
+    "original_max_position_embeddings=16",
+    "rope_factor=4",
+    "head_dim=8",
+    "rope_short_factors=1,1.1,1.3,1.5",
+    "rope_long_factors=1,2.5,4,6",
+)
 LAYERS_ONLY = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -42,7 +46,9 @@ def loss_and_gradient(
     graphdef: nnx.GraphDef[Any], params: nnx.State, rows: dict[str, jax.Array]
 ) -> tuple[jax.Array, nnx.State]:
     def loss(params: nnx.State) -> jax.Array:
-        return loss_sums(nnx.merge(graphdef, params), rows["tokens"], rows["segments"], rows["weights"])[0]
+        return loss_sums(
+            nnx.merge(graphdef, params), rows["tokens"], rows["segments"], rows["weights"]
+        )[0]
 
     return jax.value_and_grad(loss)(params)
 
@@ -81,8 +87,12 @@ def test_a_packed_document_is_blind_to_the_others_bit_for_bit(changed: slice) ->
 def test_a_document_means_the_same_wherever_it_lies_in_the_row() -> None:
     decoder, document = decoder_of(), tokens_of(1)[:, :10]
     rest = LENGTH - 10
-    first = hidden(decoder, jnp.pad(document, ((0, 0), (0, rest))), jnp.asarray([[1] * 10 + [0] * rest]))[:, :10]
-    last = hidden(decoder, jnp.pad(document, ((0, 0), (rest, 0))), jnp.asarray([[1] * rest + [2] * 10]))[:, rest:]
+    first = hidden(
+        decoder, jnp.pad(document, ((0, 0), (0, rest))), jnp.asarray([[1] * 10 + [0] * rest])
+    )[:, :10]
+    last = hidden(
+        decoder, jnp.pad(document, ((0, 0), (rest, 0))), jnp.asarray([[1] * rest + [2] * 10])
+    )[:, rest:]
     np.testing.assert_allclose(first, last, atol=1e-4)
 
 
@@ -91,8 +101,12 @@ def test_a_document_has_the_rope_factors_of_its_own_length_beside_others() -> No
     decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(1)
     packed = hidden(decoder, tokens, jnp.asarray([[1] * 10 + [2] * (LENGTH - 10)]))
     short, long = tokens[:, :10], tokens[:, 10:]
-    np.testing.assert_allclose(packed[:, :10], hidden(decoder, short, jnp.ones_like(short)), atol=1e-5)
-    np.testing.assert_allclose(packed[:, 10:], hidden(decoder, long, jnp.ones_like(long)), atol=1e-4)
+    np.testing.assert_allclose(
+        packed[:, :10], hidden(decoder, short, jnp.ones_like(short)), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        packed[:, 10:], hidden(decoder, long, jnp.ones_like(long)), atol=1e-4
+    )
     in_a_long_one = hidden(decoder, tokens, jnp.ones_like(tokens))[:, :10]
     assert float(jnp.abs(packed[:, :10] - in_a_long_one).max()) > 1e-2
 
@@ -102,16 +116,24 @@ def test_sampled_rows_have_one_set_of_rope_factors_from_their_first_token_on(len
     """The cache of a prompt may be shorter than the texts from which other factors hold."""
     decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(2)[:, :length]
     expected = hidden(decoder, tokens, jnp.ones_like(tokens))
-    positions, limits, prompt = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.full(2, length), 8
+    positions, limits, prompt = (
+        jnp.broadcast_to(jnp.arange(length), tokens.shape),
+        jnp.full(2, length),
+        8,
+    )
     cached = nnx.jit(Decoder.hidden_with_caches)
-    first, cache = cached(decoder, tokens[:, :prompt], positions[:, :prompt], decoder.empty_caches(2, prompt), limits)
+    first, cache = cached(
+        decoder, tokens[:, :prompt], positions[:, :prompt], decoder.empty_caches(2, prompt), limits
+    )
     room = cache.with_room_for(LENGTH)
     rest, _ = cached(decoder, tokens[:, prompt:], positions[:, prompt:], room, limits)
     np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), expected, atol=1e-4)
 
 
 def test_layers_in_a_loop_equal_unrolled_layers() -> None:
-    assert_same_gradients(loss_and_gradient_of("scan_layers=true"), loss_and_gradient_of("scan_layers=false"))
+    assert_same_gradients(
+        loss_and_gradient_of("scan_layers=true"), loss_and_gradient_of("scan_layers=false")
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +147,16 @@ def test_layers_in_a_loop_equal_unrolled_layers() -> None:
 )
 def test_rematerialisation_changes_no_gradient(policy: str, scan_layers: str) -> None:
     scan = f"scan_layers={scan_layers}"
-    assert_same_gradients(loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan))
+    assert_same_gradients(
+        loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan)
+    )
 
 
 def test_rematerialisation_keeps_less() -> None:
     def temporaries(policy: str) -> int:
-        graphdef, params = nnx.split(decoder_of(f"remat_policy={policy}", "scan_layers=true"), nnx.Param)
+        graphdef, params = nnx.split(
+            decoder_of(f"remat_policy={policy}", "scan_layers=true"), nnx.Param
+        )
         compiled = loss_and_gradient.lower(graphdef, params, some_rows(16)).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
@@ -151,12 +177,16 @@ def test_bfloat16_compute_stays_close_to_float32() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("overrides", [(), TINY_MODEL])
-def test_the_loss_starts_near_that_of_a_uniform_guess(tied: str, overrides: tuple[str, ...]) -> None:
+def test_the_loss_starts_near_that_of_a_uniform_guess(
+    tied: str, overrides: tuple[str, ...]
+) -> None:
     config = load_config(overrides=[*overrides, f"logits_via_embedding={tied}"])
     decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     tokens = jax.random.randint(jax.random.key(1), (4, config.max_target_length), 0, 256)
     ones = jnp.ones(tokens.shape, jnp.int32)
-    loss, weight = nnx.jit(loss_sums)(decoder, tokens, ones, ones.astype(jnp.float32).at[:, 0].set(0))
+    loss, weight = nnx.jit(loss_sums)(
+        decoder, tokens, ones, ones.astype(jnp.float32).at[:, 0].set(0)
+    )
     uniform = math.log(config.vocab_size)
     assert uniform - 0.1 < loss / weight < uniform + 0.7
 
@@ -195,8 +225,14 @@ def test_layers_start_unlike_each_other() -> None:
 def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
     config = tiny_config()
     decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
-    by_name = [(path[-1], v.size) for path, v in nnx.iter_graph(decoder) if isinstance(v, nnx.Param)]
-    matrices = sum(size for name, size in by_name if name in LAYERS_ONLY) + decoder.output_projection().size
-    # Scores and weighted values: 2 products of 2 * h operations for each of the (L + 1) / 2 visible keys on average.
+    by_name = [
+        (path[-1], v.size) for path, v in nnx.iter_graph(decoder) if isinstance(v, nnx.Param)
+    ]
+    matrices = (
+        sum(size for name, size in by_name if name in LAYERS_ONLY)
+        + decoder.output_projection().size
+    )
+    # Scores and weighted values: 2 products of 2 * h operations for each of the (L + 1) / 2 visible
+    # keys on average.
     attention = 3 * 2 * 2 * 2 * 4 * 8 * LENGTH / 2
     assert model_flops_per_token(config.decoder) == 6 * matrices + attention

@@ -1,4 +1,6 @@
-"""Models of gated delta rules: their states while sampling, their counts, and keys that exclude each other."""
+"""Models of gated delta rules: their states while sampling, their counts, and keys that exclude
+each other.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,47 @@ from tests.helpers.configs import config_of
 
 ROWS, LENGTH, PROMPT = 2, 12, 7
 TINY = (
-    "decoder_block=qwen3_next", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16",
-    "base_num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "num_experts=4", "num_experts_per_tok=2",
-    "base_mlp_dim=24", "shared_experts=1", "norm_topk_prob=true", "use_qk_norm=true", "partial_rotary_factor=0.25",
-    "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
+    "decoder_block=qwen3_next",
+    "base_emb_dim=32",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=16",
+    "base_num_decoder_layers=2",
+    "inhomogeneous_layer_cycle_interval=2",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_mlp_dim=24",
+    "shared_experts=1",
+    "norm_topk_prob=true",
+    "use_qk_norm=true",
+    "partial_rotary_factor=0.25",
+    "gdn_num_key_heads=2",
+    "gdn_num_value_heads=4",
+    "gdn_key_head_dim=8",
     f"max_target_length={LENGTH}",
-)  # fmt: skip
+)
 PUBLISHED = (
-    "decoder_block=qwen3_next", "base_emb_dim=2048", "base_num_query_heads=16", "base_num_kv_heads=2", "head_dim=256",
-    "base_num_decoder_layers=48", "inhomogeneous_layer_cycle_interval=4", "vocab_size=151936", "base_mlp_dim=512",
-    "num_experts=512", "num_experts_per_tok=10", "shared_experts=1", "use_qk_norm=true", "logits_via_embedding=false",
-)  # fmt: skip
+    "decoder_block=qwen3_next",
+    "base_emb_dim=2048",
+    "base_num_query_heads=16",
+    "base_num_kv_heads=2",
+    "head_dim=256",
+    "base_num_decoder_layers=48",
+    "inhomogeneous_layer_cycle_interval=4",
+    "vocab_size=151936",
+    "base_mlp_dim=512",
+    "num_experts=512",
+    "num_experts_per_tok=10",
+    "shared_experts=1",
+    "use_qk_norm=true",
+    "logits_via_embedding=false",
+)
 
 
 @pytest.mark.runs
-def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 4)
     decoder = Decoder(config_of(*TINY, "scan_layers=true").decoder, rngs=nnx.Rngs(params=0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
@@ -77,15 +105,26 @@ def test_parameters_and_flops_are_those_of_qwen3_next_80b_a3b() -> None:
     assert model_flops_per_token(config) == 6 * matrices + states + attention
 
 
-@pytest.mark.parametrize(("stated", "works"), [
-    ("gdn_num_value_heads=5", "gdn_num_value_heads=4"),
-    ("partial_rotary_factor=0.2", "partial_rotary_factor=0.25"),
-    ("attention_type=local_sliding", "attention_type=global"),  # before the window that it lacks
-    ("num_kv_shared_layers=3", "num_kv_shared_layers=0"),  # not 2, which another family could have
-    ("base_num_decoder_layers=3", "base_num_decoder_layers=4"),
-    ("decoder_block=qwen3_moe", "inhomogeneous_layer_cycle_interval=1"),
-])  # fmt: skip
-def test_keys_that_exclude_each_other_are_refused_with_the_nearest_that_work(stated: str, works: str) -> None:
+@pytest.mark.parametrize(
+    ("stated", "works"),
+    [
+        ("gdn_num_value_heads=5", "gdn_num_value_heads=4"),
+        ("partial_rotary_factor=0.2", "partial_rotary_factor=0.25"),
+        (
+            "attention_type=local_sliding",
+            "attention_type=global",
+        ),  # before the window that it lacks
+        (
+            "num_kv_shared_layers=3",
+            "num_kv_shared_layers=0",
+        ),  # not 2, which another family could have
+        ("base_num_decoder_layers=3", "base_num_decoder_layers=4"),
+        ("decoder_block=qwen3_moe", "inhomogeneous_layer_cycle_interval=1"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused_with_the_nearest_that_work(
+    stated: str, works: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         config_of(*TINY, *stated.split())
     assert works in str(refusal.value) and "\n" not in str(refusal.value)

@@ -19,20 +19,30 @@ rule = jax.jit(gated_delta_rule, static_argnums=6)
 
 
 def inputs(seed: int = 0) -> Inputs:
-    """Returns queries, keys, values, the logarithms of decays, and rates; some decays are strong."""
+    """Returns queries, keys, values, the logarithms of decays, and rates; some decays are
+    strong.
+    """
     rng = np.random.default_rng(seed)
     queries, keys = (rng.normal(size=(ROWS, LENGTH, KEY_HEADS, KEY)) for _ in range(2))
     values = rng.normal(size=(ROWS, LENGTH, HEADS, VALUE))
     decays = -np.exp(rng.normal(size=(ROWS, LENGTH, HEADS)) * 2 - 1)
-    return tuple(x.astype(np.float32) for x in (queries, keys, values, decays, rng.random((ROWS, LENGTH, HEADS))))
+    return tuple(
+        x.astype(np.float32)
+        for x in (queries, keys, values, decays, rng.random((ROWS, LENGTH, HEADS)))
+    )
 
 
-def token_by_token(q: Any, k: Any, v: Any, log_decay: Any, rate: Any, segments: Any, state: Any = None) -> Inputs:
+def token_by_token(
+    q: Any, k: Any, v: Any, log_decay: Any, rate: Any, segments: Any, state: Any = None
+) -> Inputs:
     """Returns what each token reads and the last state, in float64, as the definition has it."""
     q, k, v, log_decay, rate = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, rate))
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     q, k = (np.repeat(x, HEADS // KEY_HEADS, axis=2) for x in (q * KEY**-0.5, k))
-    read, states = np.zeros(v.shape), np.zeros((len(v), HEADS, KEY, VALUE)) if state is None else np.array(state)
+    read, states = (
+        np.zeros(v.shape),
+        np.zeros((len(v), HEADS, KEY, VALUE)) if state is None else np.array(state),
+    )
     for row, head in np.ndindex(len(v), HEADS):
         own = states[row, head]
         for place in range(v.shape[1]):
@@ -62,7 +72,9 @@ def test_a_row_goes_on_from_the_state_of_its_first_part() -> None:
     np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=1e-5)
     np.testing.assert_allclose(end, last, atol=1e-5)
     # A state belongs to the first document alone.
-    packed, _ = rule(*(x[:, cut:] for x in inputs()), SEGMENTS[:, cut:], 4, state.astype(np.float32))
+    packed, _ = rule(
+        *(x[:, cut:] for x in inputs()), SEGMENTS[:, cut:], 4, state.astype(np.float32)
+    )
     expected, _ = token_by_token(*(x[:, cut:] for x in inputs()), SEGMENTS[:, cut:], state)
     np.testing.assert_allclose(packed, expected, atol=1e-5)
 
@@ -94,8 +106,10 @@ def test_tokens_of_other_documents_and_padding_change_no_bit_of_a_document() -> 
         return jax.value_and_grad(loss, argnums=range(6), has_aux=True)(kernel, *own)
 
     kernel = np.random.default_rng(2).normal(size=(KEY_HEADS * KEY, WIDTH)).astype(np.float32)
-    mixed = tuple(np.where(is_own.reshape(-1, *[1] * (x.ndim - 2)), x, y)
-                  for x, y in zip(inputs(), inputs(1), strict=True))  # fmt: skip
+    mixed = tuple(
+        np.where(is_own.reshape(-1, *[1] * (x.ndim - 2)), x, y)
+        for x, y in zip(inputs(), inputs(1), strict=True)
+    )
     (_, read), grads = both(kernel, *inputs())
     (_, other_read), other_grads = both(kernel, *mixed)
     np.testing.assert_array_equal(read[0, is_own], other_read[0, is_own])
@@ -112,8 +126,12 @@ def test_gradients_are_those_of_the_recurrence() -> None:
         return jnp.sum(jnp.sin(3 * read)) + jnp.sum(jnp.square(state))
 
     # Chunks of one token are the recurrence, which agrees with the definition above.
-    expected = jax.jit(jax.grad(lambda *given: loss(*given, chunk_size=1), argnums=range(5)))(*inputs())
-    found = jax.jit(jax.grad(lambda *given: loss(*given, chunk_size=4), argnums=range(5)))(*inputs())
+    expected = jax.jit(jax.grad(lambda *given: loss(*given, chunk_size=1), argnums=range(5)))(
+        *inputs()
+    )
+    found = jax.jit(jax.grad(lambda *given: loss(*given, chunk_size=4), argnums=range(5)))(
+        *inputs()
+    )
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
     # And the definition's own slope, along one random direction of all inputs.
@@ -121,11 +139,17 @@ def test_gradients_are_those_of_the_recurrence() -> None:
     directions = [rng.normal(size=x.shape) for x in inputs()]
 
     def defined(sign: float) -> float:
-        moved = (x.astype(np.float64) + sign * step * d for x, d in zip(inputs(), directions, strict=True))
+        moved = (
+            x.astype(np.float64) + sign * step * d
+            for x, d in zip(inputs(), directions, strict=True)
+        )
         read, state = token_by_token(*moved, SEGMENTS)
         return float(np.sum(np.sin(3 * read)) + np.sum(state**2))
 
-    slope = sum(float(np.sum(np.asarray(grad, np.float64) * d)) for grad, d in zip(found, directions, strict=True))
+    slope = sum(
+        float(np.sum(np.asarray(grad, np.float64) * d))
+        for grad, d in zip(found, directions, strict=True)
+    )
     np.testing.assert_allclose(slope, (defined(1) - defined(-1)) / (2 * step), rtol=1e-4)
 
 
@@ -134,13 +158,18 @@ def test_a_token_of_rate_and_logarithm_zero_leaves_the_state() -> None:
     q, k, v, log_decay, rate = inputs()
     silent = (np.where(is_real[:, None], x, 0) for x in (log_decay, rate))
     _, state = rule(q, k, v, *silent, np.ones_like(SEGMENTS), 4)
-    _, expected = token_by_token(*(x[:, is_real] for x in inputs()), np.ones_like(SEGMENTS[:, is_real]))
+    _, expected = token_by_token(
+        *(x[:, is_real] for x in inputs()), np.ones_like(SEGMENTS[:, is_real])
+    )
     np.testing.assert_allclose(state, expected, atol=1e-5)
 
 
 def test_the_convolution_sees_the_last_tokens_of_its_document() -> None:
     rng = np.random.default_rng(4)
-    x, kernel = rng.normal(size=(ROWS, LENGTH, 3)).astype(np.float32), rng.normal(size=(3, WIDTH)).astype(np.float32)
+    x, kernel = (
+        rng.normal(size=(ROWS, LENGTH, 3)).astype(np.float32),
+        rng.normal(size=(3, WIDTH)).astype(np.float32),
+    )
     expected = np.zeros(x.shape)
     for row, place, back in np.ndindex(ROWS, LENGTH, WIDTH):
         if place >= back and SEGMENTS[row, place] == SEGMENTS[row, place - back]:

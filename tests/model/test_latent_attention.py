@@ -1,4 +1,6 @@
-"""Models of DeepSeek's form: their cache, their first layers without experts, their counts and their places."""
+"""Models of DeepSeek's form: their cache, their first layers without experts, their counts and
+their places.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ from maxbatch.training.update.state import abstract_model
 from tests.helpers.configs import config_of
 
 ROWS, LENGTH, PROMPT = 2, 10, 7
-YARN = ("rope_type=yarn", "rope_factor=4", "original_max_position_embeddings=8", "base_num_decoder_layers=4",
-        "first_num_dense_layers=2")  # fmt: skip
+YARN = (
+    "rope_type=yarn",
+    "rope_factor=4",
+    "original_max_position_embeddings=8",
+    "base_num_decoder_layers=4",
+    "first_num_dense_layers=2",
+)
 
 
 def decoder_of(*overrides: str) -> Decoder:
@@ -27,7 +34,8 @@ def decoder_of(*overrides: str) -> Decoder:
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "keys", [("scan_layers=true",), ("scan_layers=false",), ("scan_layers=true", "quantization=int8")]
+    "keys",
+    [("scan_layers=true",), ("scan_layers=false",), ("scan_layers=true", "quantization=int8")],
 )
 def test_the_cache_of_latents_gives_what_the_whole_row_gives(keys: tuple[str, ...]) -> None:
     decoder = decoder_of(*keys, "remat_policy=none")
@@ -46,8 +54,9 @@ def test_the_cache_of_latents_gives_what_the_whole_row_gives(keys: tuple[str, ..
 
     [cache] = decoder.empty_caches(ROWS, LENGTH).places
     assert [array.shape for array in (cache.keys_NxBxKxLxh, cache.values_NxBxKxLxh)] == [
-        (4, ROWS, 1, LENGTH, 16 + 8), (4, ROWS, 1, LENGTH, 16),
-    ]  # fmt: skip
+        (4, ROWS, 1, LENGTH, 16 + 8),
+        (4, ROWS, 1, LENGTH, 16),
+    ]
     with jax.default_matmul_precision("highest"):
         whole, cached = both(params)
     np.testing.assert_allclose(cached, whole, atol=2e-5)
@@ -73,7 +82,8 @@ def test_a_loop_has_the_gradients_of_its_layers_one_by_one() -> None:
 
 def test_parameters_that_a_token_meets_and_flops_are_those_of_deepseek_v3() -> None:
     config = config_of("model_name=deepseek3-671b").decoder
-    assert round(active_model_size(config) / 1e9, 1) == 37.6  # 37 in the report, without the embedding
+    # 37 in the report, without the embedding
+    assert round(active_model_size(config) / 1e9, 1) == 37.6
     attention = 3 * 61 * 4096 * 128 * (192 + 128)
     lookup = 129280 * 7168
     vectors = sum(row.size(config) for row in parameters(config) if not row.inputs)
@@ -85,6 +95,10 @@ def test_adapters_are_of_attention_and_of_mlps_and_never_of_experts() -> None:
     base = abstract_model(config_of("model_name=tiny-deepseek").decoder)[1]
     paths = {target.path for target in Adapters(2, 2.0, frozenset()).targets(base)}
     names = ("query_down", "query_up", "latent", "latent_up", "out")
-    attention = {(stack, "attention", name) for stack in ("dense_layers", "layers") for name in names}
+    attention = {
+        (stack, "attention", name) for stack in ("dense_layers", "layers") for name in names
+    }
     mlps = (("dense_layers", "mlp"), ("layers", "shared_experts"))
-    assert paths == attention | {(*module, name) for module in mlps for name in ("gate", "up", "down")}
+    assert paths == attention | {
+        (*module, name) for module in mlps for name in ("gate", "up", "down")
+    }

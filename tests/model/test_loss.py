@@ -50,7 +50,9 @@ def fused(max_logits: int | None = None, **options: Any) -> Callable[..., jax.Ar
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = float(jnp.max(jnp.abs(b.astype(jnp.float32))))
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance * scale)
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance * scale
+        )
 
 
 CUTS = [
@@ -73,7 +75,9 @@ def test_value_and_gradients_equal_the_plain_loss(options: dict[str, int]) -> No
 
 def test_the_gradient_of_a_multiple_is_the_multiple() -> None:
     arrays = inputs()
-    got, expected = (jax.grad(lambda *a, f=f: 3.0 * f(*a), (0, 1))(*arrays) for f in (fused(), plain))
+    got, expected = (
+        jax.grad(lambda *a, f=f: 3.0 * f(*a), (0, 1))(*arrays) for f in (fused(), plain)
+    )
     assert_close(got, expected)
 
 
@@ -81,7 +85,9 @@ def test_rows_of_weight_zero_leave_no_trace() -> None:
     x, w, targets, weights = inputs()
     loss, gradients = jax.value_and_grad(fused(), (0, 1))(x, w, targets, weights)
     assert not jnp.any(gradients[0][0])
-    changed = jax.value_and_grad(fused(), (0, 1))(x.at[0].set(9.0), w, targets.at[0].set(1), weights)
+    changed = jax.value_and_grad(fused(), (0, 1))(
+        x.at[0].set(9.0), w, targets.at[0].set(1), weights
+    )
     assert_close(changed[0], loss)
     assert_close(changed[1][1], gradients[1])
     assert token_losses(x, w, targets, weights)[1] == pytest.approx(float(weights.sum()))
@@ -89,7 +95,9 @@ def test_rows_of_weight_zero_leave_no_trace() -> None:
 
 def test_logits_far_from_zero_overflow_nothing() -> None:
     x, w, targets, weights = inputs()
-    got, expected = (jax.value_and_grad(f, (0, 1))(x * 300.0, w, targets, weights) for f in (fused(), plain))
+    got, expected = (
+        jax.value_and_grad(f, (0, 1))(x * 300.0, w, targets, weights) for f in (fused(), plain)
+    )
     assert bool(jnp.isfinite(got[0]))
     assert_close(got, expected, 2e-6)
 
@@ -109,7 +117,9 @@ def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
     shapes: set[tuple[int, ...]] = set()
     for equation in jaxpr.eqns:
         shapes |= {v.aval.shape for v in equation.outvars}
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for inner in jax.tree.leaves(
+            equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 shapes |= shapes_in(inner)
@@ -118,7 +128,9 @@ def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
 
 def all_logits_made(options: dict[str, Any]) -> bool:
     jaxpr = jax.make_jaxpr(jax.grad(fused(**options), (0, 1)))(*inputs())
-    return any(shape and shape[-1] == V and np.prod(shape) == M * L * V for shape in shapes_in(jaxpr.jaxpr))
+    return any(
+        shape and shape[-1] == V and np.prod(shape) == M * L * V for shape in shapes_in(jaxpr.jaxpr)
+    )
 
 
 def test_where_the_length_is_cut_the_logits_of_all_of_it_never_exist() -> None:
@@ -126,7 +138,9 @@ def test_where_the_length_is_cut_the_logits_of_all_of_it_never_exist() -> None:
     assert not all_logits_made({"max_logits": M * 4 * V})
 
 
-def test_the_devices_of_the_mesh_say_how_much_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_of_the_mesh_say_how_much_is_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not those of the machine that compiles."""
     monkeypatch.setattr("maxbatch.model.loss.MAX_LOGITS", {"cpu": M * 4 * V, "tpu": M * L * V})
     elsewhere = type("Elsewhere", (Constrain,), {"platform": "tpu"})()
@@ -154,7 +168,9 @@ def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
     axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None, "length": None}
     axes_of = axis_of | {OVER_ROWS: ("fsdp", "tensor") if split == "vocabulary" else None}
 
-    constrain = Constrain(mesh, lambda _, axes: P(*(axes_of[axis] if axis else None for axis in axes)))
+    constrain = Constrain(
+        mesh, lambda _, axes: P(*(axes_of[axis] if axis else None for axis in axes))
+    )
     assert exchanges_tokens(M * L // shape[0], V, constrain) == (split == "vocabulary")
     loss = fused(batch_shards=shape[1], max_logits=max_logits, rules=Rules(constrain))
     per_replica = jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None, 0, 0), spmd_axis_name="data")
@@ -165,7 +181,9 @@ def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
     x, w, targets, weights = inputs()
     split = [a.reshape(shape[0], -1, *a.shape[1:]) for a in (x, targets, weights)]
     x_s, targets_s, weights_s = (place(a, "data", "fsdp") for a in split)
-    losses, (grad_x, grad_w) = jax.jit(per_replica)(x_s, place(w, "fsdp", "tensor"), targets_s, weights_s)
+    losses, (grad_x, grad_w) = jax.jit(per_replica)(
+        x_s, place(w, "fsdp", "tensor"), targets_s, weights_s
+    )
     expected = jax.value_and_grad(plain, (0, 1))(x, w, targets, weights)
     assert_close(losses.sum(), expected[0], 1e-6)
     assert_close((grad_x.reshape(x.shape), grad_w.sum(axis=0)), expected[1], 1e-6)
@@ -181,7 +199,9 @@ def test_the_vocabulary_is_split_where_a_micro_batch_has_fewer_tokens_than_words
 
 
 class Echo:
-    """A decoder whose last hidden state is a one-hot of the token: it predicts from the present token alone."""
+    """A decoder whose last hidden state is a one-hot of the token: it predicts from the present
+    token alone.
+    """
 
     def hidden(self, tokens: jax.Array, segments: jax.Array) -> Hidden:
         return Hidden(jax.nn.one_hot(tokens, V), None)

@@ -1,4 +1,6 @@
-"""Attention and experts of a width of their own (qwen3_custom_moe): the layer, its cache, its counts, its refusals."""
+"""Attention and experts of a width of their own (qwen3_custom_moe): the layer, its cache, its
+counts, its refusals.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ from tests.helpers.tiny import tiny_config
 
 LENGTH = 12
 NARROW = (
-    "decoder_block=qwen3_custom_moe", "attention_output_dim=12", "num_experts=4", "num_experts_per_tok=2",
-    "base_moe_mlp_dim=16", "norm_topk_prob=true", "use_qk_norm=true", f"max_target_length={LENGTH}",
-)  # fmt: skip
+    "decoder_block=qwen3_custom_moe",
+    "attention_output_dim=12",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=16",
+    "norm_topk_prob=true",
+    "use_qk_norm=true",
+    f"max_target_length={LENGTH}",
+)
 TOKENS_1xL = np.random.default_rng(0).integers(0, 256, (1, LENGTH))
 
 
@@ -31,7 +39,9 @@ def decoder_of(*overrides: str) -> Decoder:
     rng = np.random.default_rng(1)
     for _, parameter in nnx.iter_graph(decoder):
         if isinstance(parameter, nnx.Param):  # no scale stays 1
-            parameter[...] += jnp.asarray(0.1 * rng.standard_normal(parameter[...].shape), jnp.float32)
+            parameter[...] += jnp.asarray(
+                0.1 * rng.standard_normal(parameter[...].shape), jnp.float32
+            )
     return decoder
 
 
@@ -49,7 +59,11 @@ def turned(x_LxHxh: np.ndarray) -> np.ndarray:
     angles = np.outer(np.arange(x_LxHxh.shape[0]), 10000.0 ** (-np.arange(half) / half))[:, None]
     first, second = x_LxHxh[..., :half], x_LxHxh[..., half:]
     return np.concatenate(
-        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+        [
+            first * np.cos(angles) - second * np.sin(angles),
+            second * np.cos(angles) + first * np.sin(angles),
+        ],
+        axis=-1,
     )
 
 
@@ -63,14 +77,18 @@ def layer(x_LxD: np.ndarray, of: nnx.State, number: int) -> np.ndarray:
         return np.asarray(found[...], np.float64)[number]
 
     inner = normed(x_LxD, at("attention_norm", "scale"))
-    q, k, v = (np.einsum("ld,dnh->lnh", inner, at("attention", name)) for name in ("query", "key", "value"))
+    q, k, v = (
+        np.einsum("ld,dnh->lnh", inner, at("attention", name)) for name in ("query", "key", "value")
+    )
     q = turned(normed(q, at("attention", "query_norm", "scale")))
     k = turned(normed(k, at("attention", "key_norm", "scale")))
     k, v = (np.repeat(array, q.shape[1] // k.shape[1], axis=1) for array in (k, v))
     scores = np.einsum("qnh,lnh->nql", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
     attended = np.einsum("nql,lnh->qnh", softmax(scores), v)
-    latent = normed(np.einsum("lnh,nhe->le", attended, at("attention", "out")), at("mlp_norm", "scale"))
+    latent = normed(
+        np.einsum("lnh,nhe->le", attended, at("attention", "out")), at("mlp_norm", "scale")
+    )
     chances = softmax(latent @ at("experts", "router"))
     out = np.zeros_like(latent)
     for token, row in enumerate(chances):
@@ -96,7 +114,9 @@ def test_the_layers_and_their_cache_are_those_of_maxtext() -> None:
     @jax.jit
     def both(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         decoder = nnx.merge(graphdef, params)
-        cached, _ = decoder.hidden_with_caches(tokens, jnp.arange(LENGTH)[None], decoder.empty_caches(1, LENGTH))
+        cached, _ = decoder.hidden_with_caches(
+            tokens, jnp.arange(LENGTH)[None], decoder.empty_caches(1, LENGTH)
+        )
         return decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD, cached
 
     for found in both(params):
@@ -117,8 +137,14 @@ def test_parameters_and_flops_are_those_of_its_widths() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("attention_output_dim=-1",), "attention_output_dim=-1: must be a width other than base_emb_dim=32 beside"),
-        (("attention_output_dim=32",), "attention_output_dim=32: must be a width other than base_emb_dim=32 beside"),
+        (
+            ("attention_output_dim=-1",),
+            "attention_output_dim=-1: must be a width other than base_emb_dim=32 beside",
+        ),
+        (
+            ("attention_output_dim=32",),
+            "attention_output_dim=32: must be a width other than base_emb_dim=32 beside",
+        ),
         (("decoder_block=qwen3_moe",), r"which lacks it \(only in qwen3_custom_moe\)"),
     ],
 )
@@ -129,5 +155,8 @@ def test_a_width_without_a_projection_is_refused(keys: tuple[str, ...], message:
 
 
 def test_a_family_of_maxtext_alone_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="decoder_block=qwen3_custom_moe: Hugging Face's transformers have no such"):
+    with pytest.raises(
+        ConfigError,
+        match="decoder_block=qwen3_custom_moe: Hugging Face's transformers have no such",
+    ):
         config_json(tiny_config(*NARROW).decoder, "float32", {})

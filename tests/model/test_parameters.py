@@ -30,18 +30,32 @@ FORMS_OF_EXPERTS = FORMS | {"positions": ("use_qk_norm=true", "trainable_positio
 FORMS_OF_GLOBAL_HEADS = FORMS | {
     "plain": ("attention_type=local_sliding,global", "sliding_window_size=8"),
     "positions": ("global_num_kv_heads=1", "partial_rotary_factor=0.5"),
-    "untied": ("num_experts=1", "num_experts_per_tok=1", "norm_topk_prob=false", "base_moe_mlp_dim=-1"),
+    "untied": (
+        "num_experts=1",
+        "num_experts_per_tok=1",
+        "norm_topk_prob=false",
+        "base_moe_mlp_dim=-1",
+    ),
 }
 FORMS_OF_LAYER_INPUTS = FORMS | {
-    "plain": ("attention_type=local_sliding,global", "sliding_window_size=8", "num_kv_shared_layers=2"),
+    "plain": (
+        "attention_type=local_sliding,global",
+        "sliding_window_size=8",
+        "num_kv_shared_layers=2",
+    ),
     "positions": ("global_num_kv_heads=1", "num_kv_shared_layers=3", "use_double_wide_mlp=true"),
 }
 FORMS_OF_LATENTS = FORMS | {
     "biases": ("q_lora_rank=16", "shared_experts=2", "routed_bias=true"),
     "positions": ("first_num_dense_layers=3", "rope_type=yarn", "rope_factor=4"),
 }
-DELTA_RULE = ("shared_experts=2", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6",
-              "partial_rotary_factor=0.25")  # fmt: skip
+DELTA_RULE = (
+    "shared_experts=2",
+    "gdn_num_key_heads=2",
+    "gdn_num_value_heads=4",
+    "gdn_key_head_dim=6",
+    "partial_rotary_factor=0.25",
+)
 
 
 def keys_of(family: str, form: str) -> tuple[str, ...]:
@@ -71,7 +85,8 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
     _, params = abstract_model(config.decoder)
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     found = {
-        parameter_path(path): (one.get_value().shape, tuple(one.get_metadata("logical_axes"))) for path, one in leaves
+        parameter_path(path): (one.get_value().shape, tuple(one.get_metadata("logical_axes")))
+        for path, one in leaves
     }
     model = config.model
     expected = {}
@@ -82,11 +97,15 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
     assert found == expected
 
 
-# Sums of first values, each times the cosine of its place, by families that together have every kind of parameter.
+# Sums of first values, each times the cosine of its place, by families that together have every
+# kind of parameter.
 FIRST_VALUES = {
-    "llama2": 4.866598611796, "gpt2": 2.899186186550, "gemma4_small": 59.850368803669, "deepseek": -56.784461140343,
+    "llama2": 4.866598611796,
+    "gpt2": 2.899186186550,
+    "gemma4_small": 59.850368803669,
+    "deepseek": -56.784461140343,
     "qwen3_next": 21.948082134467,
-}  # fmt: skip
+}
 
 
 @pytest.mark.runs
@@ -94,10 +113,16 @@ FIRST_VALUES = {
 def test_a_seed_gives_the_first_values_of_every_release(family: str) -> None:
     form = "positions" if family == "gpt2" else "plain"
     small = ("base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "vocab_size=64")
-    config = load_config(overrides=[f"decoder_block={family}", *small, *keys_of(family, form)]).decoder
-    params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(params=jax.random.key(7))), nnx.Param))()
+    config = load_config(
+        overrides=[f"decoder_block={family}", *small, *keys_of(family, form)]
+    ).decoder
+    params = jax.jit(
+        lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(params=jax.random.key(7))), nnx.Param)
+    )()
     leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(params)]
-    assert sum(leaf @ np.cos(np.arange(leaf.size)) for leaf in leaves) == pytest.approx(FIRST_VALUES[family], rel=1e-6)
+    assert sum(leaf @ np.cos(np.arange(leaf.size)) for leaf in leaves) == pytest.approx(
+        FIRST_VALUES[family], rel=1e-6
+    )
 
 
 def test_values_of_layers_are_those_of_each_layer_alone_from_its_own_key() -> None:

@@ -1,4 +1,6 @@
-"""`query_weights_scaled` stores the scale of scores in the query weights: another parameter, the same function."""
+"""`query_weights_scaled` stores the scale of scores in the query weights: another parameter, the
+same function.
+"""
 
 from __future__ import annotations
 

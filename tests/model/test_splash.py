@@ -1,4 +1,6 @@
-"""Splash attention against the plain path, on a mesh of CPU devices; and the values of `attention`."""
+"""Splash attention against the plain path, on a mesh of CPU devices; and the values of
+`attention`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
 ) -> None:
     """Packed, grouped, inside `jax.vmap(..., spmd_axis_name="data")` as the train step has it."""
     stated = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | axes
-    config = tiny_config(f"max_target_length={L}", *(f"ici_{axis}_parallelism={n}" for axis, n in stated.items()))
+    config = tiny_config(
+        f"max_target_length={L}", *(f"ici_{axis}_parallelism={n}" for axis, n in stated.items())
+    )
     constrain = activation_constraint(make_mesh(config), ("fsdp",))
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -63,7 +67,9 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
 
     def gradient(splash: bool) -> Any:
         def one_part(*arrays: jax.Array) -> Any:
-            return jax.grad(lambda *a: value_and_output(splash, *a), (0, 1, 2), has_aux=True)(*arrays)
+            return jax.grad(lambda *a: value_and_output(splash, *a), (0, 1, 2), has_aux=True)(
+                *arrays
+            )
 
         return jax.jit(jax.vmap(one_part, spmd_axis_name="data"))(q, k, v, segments)
 
@@ -74,7 +80,9 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize(("policy", "forward_kernels"), [("minimal", 2), ("minimal_with_context", 1)])
+@pytest.mark.parametrize(
+    ("policy", "forward_kernels"), [("minimal", 2), ("minimal_with_context", 1)]
+)
 def test_the_forward_kernel_runs_again_unless_its_sums_are_kept_and_both_backward_ones_read_them_once(
     policy: str, forward_kernels: int
 ) -> None:
@@ -84,7 +92,9 @@ def test_the_forward_kernel_runs_again_unless_its_sums_are_kept_and_both_backwar
     segments = jnp.ones((8, L), jnp.int32)
 
     def total(q: jax.Array) -> jax.Array:
-        layer = checkpointed(lambda q: splash_attend(q, q, q, segments, constrain), Remat.of(config.remat), True)
+        layer = checkpointed(
+            lambda q: splash_attend(q, q, q, segments, constrain), Remat.of(config.remat), True
+        )
         return jnp.sum(jnp.sin(layer(q)))
 
     jaxpr = str(jax.make_jaxpr(jax.grad(total))(q))
@@ -92,7 +102,9 @@ def test_the_forward_kernel_runs_again_unless_its_sums_are_kept_and_both_backwar
     assert jaxpr.count("optimization_barrier") == 1
 
 
-@pytest.mark.parametrize(("length", "block"), [(128, 128), (384, 384), (640, 128), (2048, 512), (4096, 512)])
+@pytest.mark.parametrize(
+    ("length", "block"), [(128, 128), (384, 384), (640, 128), (2048, 512), (4096, 512)]
+)
 def test_blocks_follow_the_length(length: int, block: int) -> None:
     assert block_size(length) == block
 
@@ -122,12 +134,24 @@ def test_auto_takes_what_the_devices_of_the_mesh_can_run(
     ("platform", "overrides", "reason"),
     [
         ("cpu", ("attention=splash", "max_target_length=256"), "TPU"),
-        ("tpu", ("attention=splash", "max_target_length=200"), "max_target_length=200 divisible by 128"),
-        ("tpu", ("attention=splash", "max_target_length=256", "ici_context_parallelism=4"), "128 x 4 context"),
+        (
+            "tpu",
+            ("attention=splash", "max_target_length=200"),
+            "max_target_length=200 divisible by 128",
+        ),
+        (
+            "tpu",
+            ("attention=splash", "max_target_length=256", "ici_context_parallelism=4"),
+            "128 x 4 context",
+        ),
         ("cpu", ("attention=cudnn", "dtype=bfloat16"), "GPU"),
         ("gpu", ("attention=cudnn",), "dtype=bfloat16"),
         ("gpu", ("attention=cudnn", "dtype=bfloat16", "head_dim=12"), "head_dim=12"),
-        ("gpu", ("attention=cudnn", "dtype=bfloat16", "max_target_length=33"), "max_target_length=33 even"),
+        (
+            "gpu",
+            ("attention=cudnn", "dtype=bfloat16", "max_target_length=33"),
+            "max_target_length=33 even",
+        ),
     ],
 )
 def test_a_stated_choice_that_cannot_run_is_refused_with_what_works(
@@ -154,7 +178,9 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
     config = tiny_config("attention=splash", "max_target_length=256")
     keys = config.decoder
-    attention = nnx.eval_shape(lambda: Attention(keys, "layers.attention", rngs=nnx.Rngs(0), constrain=unconstrained))
+    attention = nnx.eval_shape(
+        lambda: Attention(keys, "layers.attention", rngs=nnx.Rngs(0), constrain=unconstrained)
+    )
     assert attention.implementation == "dot_product"
 
 
@@ -175,18 +201,21 @@ def devices_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in NO_TPU.items():
         if name not in os.environ:
             monkeypatch.setenv(name, value)
-    return lambda name: list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    return lambda name: list(
+        topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    )
 
 
 # Windows in every second layer, and both soft caps.
 GEMMA = (
-    "decoder_block=gemma2 attention_type=local_sliding,global sliding_window_size=200 attn_logits_soft_cap=50 "
-    "final_logits_soft_cap=30"
+    "decoder_block=gemma2 attention_type=local_sliding,global sliding_window_size=200 "
+    "attn_logits_soft_cap=50 final_logits_soft_cap=30"
 )
-# A cycle of two layers, whose heads have the widths of Gemma 4's, and one key of the global layer for both shards.
+# A cycle of two layers, whose heads have the widths of Gemma 4's, and one key of the global layer
+# for both shards.
 GEMMA4 = (
-    "decoder_block=gemma4 base_num_decoder_layers=2 attention_type=local_sliding,global sliding_window_size=200 "
-    "head_dim=256 global_num_kv_heads=1 query_pre_attn_scalar=1"
+    "decoder_block=gemma4 base_num_decoder_layers=2 attention_type=local_sliding,global "
+    "sliding_window_size=200 head_dim=256 global_num_kv_heads=1 query_pre_attn_scalar=1"
 )
 
 
@@ -207,14 +236,24 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
     from maxbatch.data.feed.placement import Batch
 
     config = tiny_config(
-        "dtype=bfloat16", "base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=64",
-        "base_mlp_dim=512", "max_target_length=512", "remat_policy=full", "scan_layers=true", *overrides.split(),
-    )  # fmt: skip
+        "dtype=bfloat16",
+        "base_emb_dim=256",
+        "base_num_query_heads=4",
+        "base_num_kv_heads=2",
+        "head_dim=64",
+        "base_mlp_dim=512",
+        "max_target_length=512",
+        "remat_policy=full",
+        "scan_layers=true",
+        *overrides.split(),
+    )
     mesh = make_mesh(config, devices_of(topology))
     abstract = abstract_state(config.update, mesh)
     rows = (1, 8, 512)
     batch = Batch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in ("int32", "int32", "float32")))
     scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
-    compiled = make_train_step(config.update, mesh, abstract).lower(abstract, batch, *scalars).compile()
+    compiled = (
+        make_train_step(config.update, mesh, abstract).lower(abstract, batch, *scalars).compile()
+    )
     kernels = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 3, "forward, its recomputation or backward in queries, backward in keys"

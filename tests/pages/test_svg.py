@@ -12,7 +12,16 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
-from maxbatch.pages.plots import Axis, Figure, Panel, RunColumns, Series, heat_map, loads_over_time, loss_against_batch
+from maxbatch.pages.plots import (
+    Axis,
+    Figure,
+    Panel,
+    RunColumns,
+    Series,
+    heat_map,
+    loads_over_time,
+    loss_against_batch,
+)
 from maxbatch.pages.svg import figure_of, file_names, svg_of
 from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
 
@@ -31,8 +40,13 @@ def drawn(figure: Figure) -> ElementTree.Element:
     return ElementTree.fromstring(svg_of(figure).encode())
 
 
-def test_a_report_writes_one_svg_for_each_plot_with_its_labels_and_legend(capsys: pytest.CaptureFixture[str]) -> None:
-    choices = {"expert_choices": lambda step: {"0": 3, "1": 5}, "eval_loss": lambda step: 3.5 if step == 20 else ...}
+def test_a_report_writes_one_svg_for_each_plot_with_its_labels_and_legend(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    choices = {
+        "expert_choices": lambda step: {"0": 3, "1": 5},
+        "eval_loss": lambda step: 3.5 if step == 20 else ...,
+    }
     for name in ("a", "b <&>"):
         write_run(Path(name), 40, **choices)
     assert main(["report", "a", "b <&>", "--svg", "plots/of runs", "--output", "page.html"]) == 0
@@ -60,17 +74,41 @@ def test_plots_of_a_sweep_are_drawn_without_bokeh(monkeypatch: pytest.MonkeyPatc
 
 def test_a_critical_batch_has_its_bars_rings_and_tolerances(tmp_path: Path) -> None:
     branches = [
-        {"batch_size": size, "learning_rate": 1e-3, "updates": 4, "loss": loss, "difference": 0.0, "standard_error": e}
+        {
+            "batch_size": size,
+            "learning_rate": 1e-3,
+            "updates": 4,
+            "loss": loss,
+            "difference": 0.0,
+            "standard_error": e,
+        }
         for size, loss, e in ((8, 3.0, None), (16, 3.01, 0.05), (32, 3.2, 0.05))
     ]
-    checkpoint = {"step": 100, "samples_seen": 800, "batch_size": 8, "is_below_base": False, "in_words": "",
-                  "critical_batch_size": 16, "branches": branches}  # fmt: skip
+    checkpoint = {
+        "step": 100,
+        "samples_seen": 800,
+        "batch_size": 8,
+        "is_below_base": False,
+        "in_words": "",
+        "critical_batch_size": 16,
+        "branches": branches,
+    }
     page = Page("critical")
-    add_critical_batch(page, {"run": "r", "tolerance": 0.05, "tolerance_unit": "nats", "command": "c",
-                              "checkpoints": [checkpoint, {**checkpoint, "step": 400}]})  # fmt: skip
+    add_critical_batch(
+        page,
+        {
+            "run": "r",
+            "tolerance": 0.05,
+            "tolerance_unit": "nats",
+            "command": "c",
+            "checkpoints": [checkpoint, {**checkpoint, "step": 400}],
+        },
+    )
     assert page.write_svg(tmp_path / "plots") == f"svg: 1 plot in {tmp_path}/plots"
     svg = read(tmp_path / "plots" / "loss-against-batch-size.svg")
-    assert {"samples per update", "smoothed loss", "step 100", "step 400", "8", "16", "32"} <= set(texts_of(svg))
+    assert {"samples per update", "smoothed loss", "step 100", "step 400", "8", "16", "32"} <= set(
+        texts_of(svg)
+    )
     assert len([p for p in svg.iter(f"{_TAG}path") if p.get("class") == "error"]) == 2 * 2
     assert len([c for c in svg.iter(f"{_TAG}circle") if c.get("r") == "8"]) == 2
     assert len([p for p in svg.iter(f"{_TAG}path") if p.get("stroke-dasharray")]) == 2
@@ -92,7 +130,12 @@ def test_everything_is_inside_of_the_picture() -> None:
             Axis("y"),
             (Series("", "dots", "#000000", ["one of many 3"], [-2.0], ()),),
         ),
-        Figure("nothing", Axis("x"), Axis("y", "log"), (Series("", "line", "#000000", [1], [-1.0], ()),)),
+        Figure(
+            "nothing",
+            Axis("x"),
+            Axis("y", "log"),
+            (Series("", "line", "#000000", [1], [-1.0], ()),),
+        ),
     ]
     for figure in figures:
         svg = drawn(figure)
@@ -107,8 +150,14 @@ def test_everything_is_inside_of_the_picture() -> None:
 
 def test_a_missing_value_is_a_gap_and_stairs_change_before_their_value() -> None:
     def path(style: str, values: list[float | None]) -> str:
-        figure = Figure("", Axis(""), Axis(""), (Series("", style, "#123456", [1, 2, 3, 4], values, ()),))
-        return next(str(p.get("d")) for p in drawn(figure).iter(f"{_TAG}path") if p.get("stroke") == "#123456")
+        figure = Figure(
+            "", Axis(""), Axis(""), (Series("", style, "#123456", [1, 2, 3, 4], values, ()),)
+        )
+        return next(
+            str(p.get("d"))
+            for p in drawn(figure).iter(f"{_TAG}path")
+            if p.get("stroke") == "#123456"
+        )
 
     assert re.sub(r"[\d. ]", "", path("line", [1, None, 2, 3])) == "MML"
     assert re.sub(r"[\d. ]", "", path("stairs", [1, 2, 2, 3])) == "MVHVHVH"
@@ -117,7 +166,10 @@ def test_a_missing_value_is_a_gap_and_stairs_change_before_their_value() -> None
 def test_each_run_is_named_once_by_a_line_that_is_not_faint_if_it_has_one() -> None:
     runs = [RunColumns(name, {"steps": [1]}, {"a": [1.0], "b": [2.0]}) for name in ("one", "two")]
     both = figure_of(Panel("both", "", (("a", "faint"), ("b", "line"))), runs, "updates")
-    assert [(line.name, line.style) for line in both.series if line.name] == [("one", "line"), ("two", "line")]
+    assert [(line.name, line.style) for line in both.series if line.name] == [
+        ("one", "line"),
+        ("two", "line"),
+    ]
     faint = figure_of(Panel("faint", "", (("a", "faint"), ("c", "line"))), runs, "updates")
     assert [line.name for line in faint.series] == ["one", "two"] and faint.y.title == "faint"
 

@@ -14,7 +14,9 @@ from maxbatch.parallel import absent_tpu
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which libtpu is installed and nothing else; returns the folder of its PCI devices."""
+    """A machine on which libtpu is installed and nothing else; returns the folder of its PCI
+    devices.
+    """
     (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -38,8 +40,12 @@ def test_jax_does_not_start_an_installed_tpu_library_where_there_is_no_tpu(insta
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-@pytest.mark.parametrize("kept", ["a TPU", "another accelerator", "JAX_FORCE_TPU_INIT", "no libtpu"])
-def test_what_a_machine_has_or_the_user_sets_stays(kept: str, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kept", ["a TPU", "another accelerator", "JAX_FORCE_TPU_INIT", "no libtpu"]
+)
+def test_what_a_machine_has_or_the_user_sets_stays(
+    kept: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kept == "a TPU":
         add_device(installed, "0x0063")
         assert absent_tpu.tpu_version_here() == "v5e"

@@ -47,7 +47,9 @@ def test_devices_that_wait_for_each_other_for_ever_end_the_process_and_those_tha
     tmp_path: Path, backend: str, devices: int, hosts: bool, waits: str, code: int
 ) -> None:
     (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text(FAKE.format(backend=backend, devices=devices, hosts=hosts))
+    (tmp_path / "jax" / "__init__.py").write_text(
+        FAKE.format(backend=backend, devices=devices, hosts=hosts)
+    )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = subprocess.run(
         [sys.executable, "-c", WATCHED.format(waits=waits)],
@@ -58,4 +60,6 @@ def test_devices_that_wait_for_each_other_for_ever_end_the_process_and_those_tha
     )
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == code and all("in a collective" in line and "PJRT_NPROC=" in line for line in lines)
+    assert len(lines) == code and all(
+        "in a collective" in line and "PJRT_NPROC=" in line for line in lines
+    )

@@ -11,14 +11,18 @@ from tests.programs.differing_hosts import start_hosts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [("train", *TINY_RUN), ("fit", *TINY_RUN), ("compile", *TINY_RUN, "--output", "x")])
+@pytest.mark.parametrize(
+    "command", [("train", *TINY_RUN), ("fit", *TINY_RUN), ("compile", *TINY_RUN, "--output", "x")]
+)
 def test_a_platform_that_is_not_there_is_one_line_of_every_command(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     done = maxbatch(*command)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("maxbatch: error: environment variable JAX_PLATFORMS=cuda: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "maxbatch: error: environment variable JAX_PLATFORMS=cuda: "
+    )
     assert "works: JAX_PLATFORMS=cpu" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -31,7 +35,9 @@ def test_other_errors_are_not_taken_for_a_failure_of_devices() -> None:
 
 @pytest.mark.processes
 def test_devices_of_one_host_that_do_not_start_end_all_hosts_with_its_message() -> None:
-    """The others would wait for its devices for minutes. The commands do not make devices of their own here."""
+    """The others would wait for its devices for minutes. The commands do not make devices of their
+    own here.
+    """
     keys = [*TINY_RUN, ONE_LAYER, "run_dir=never"]
     ends = start_hosts(keys, [[], []], {1: {"JAX_PLATFORMS": "cuda"}}, makes_devices=False)
     said = "environment variable JAX_PLATFORMS=cuda: the devices do not start"

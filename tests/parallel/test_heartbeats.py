@@ -1,4 +1,6 @@
-"""A host that dies ends the others within `heartbeat_timeout_s`, which name it: real processes, real collectives."""
+"""A host that dies ends the others within `heartbeat_timeout_s`, which name it: real processes,
+real collectives.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ with together(report, int(sys.argv[1]), 300, lambda: 12):
 
 
 def start_hosts(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
-    """Starts three hosts as a cluster does, without a parent that watches them; `HOST` is replaced by their index."""
+    """Starts three hosts as a cluster does, without a parent that watches them; `HOST` is replaced
+    by their index.
+    """
     port = free_port()
     hosts = []
     for index in range(3):
@@ -48,16 +52,34 @@ def start_hosts(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
         with (folder / f"errors{index}").open("w") as errors:
             hosts.append(
                 subprocess.Popen(
-                    words, env=variables, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+                    words,
+                    env=variables,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
                 )
             )
     return hosts
 
 
-def lose(folder: Path, hosts: list[subprocess.Popen[str]], ready: list[Path], victim: int, how: signal.Signals) -> str:
-    """Ends a host once all are ready; returns the error that every other one ended with, in time and with code 75."""
+def lose(
+    folder: Path,
+    hosts: list[subprocess.Popen[str]],
+    ready: list[Path],
+    victim: int,
+    how: signal.Signals,
+) -> str:
+    """Ends a host once all are ready; returns the error that every other one ended with, in time
+    and with code 75.
+    """
     try:
-        wait_for(lambda: all(path.exists() for path in ready) or any(host.poll() is not None for host in hosts))
+        wait_for(
+            lambda: (
+                all(path.exists() for path in ready)
+                or any(host.poll() is not None for host in hosts)
+            )
+        )
         assert all(host.poll() is None for host in hosts), (folder / "errors0").read_text()
         started = time.monotonic()
         os.kill(hosts[victim].pid, how)
@@ -68,7 +90,9 @@ def lose(folder: Path, hosts: list[subprocess.Popen[str]], ready: list[Path], vi
         assert codes == [75, 75], found
         assert took_s < TIMEOUT_S
         said = {text.strip().splitlines()[-1].split(" for ")[0].split(";")[0] for text in found}
-        assert len(said) == 1 and all("is saved, and the same command continues" in text for text in found), found
+        assert len(said) == 1 and all(
+            "is saved, and the same command continues" in text for text in found
+        ), found
         return said.pop()
     finally:
         for host in hosts:
@@ -96,7 +120,9 @@ def test_a_dead_host_is_named_and_ends_the_others_in_time(
 
 @pytest.mark.processes
 def test_hosts_that_are_all_stopped_and_continued_go_on(tmp_path: Path) -> None:
-    """As by Ctrl-Z and `fg`: all stop for longer than the timeout, but no host is silent while others watch."""
+    """As by Ctrl-Z and `fg`: all stop for longer than the timeout, but no host is silent while
+    others watch.
+    """
     hosts = start_hosts(tmp_path, "-c", IDLE, "10", str(tmp_path / "readyHOST"))
     try:
         ready = [tmp_path / f"ready{index}" for index in range(3)]
@@ -117,7 +143,12 @@ def test_hosts_that_are_all_stopped_and_continued_go_on(tmp_path: Path) -> None:
 def test_a_simulated_host_that_is_stopped_ends_the_command_as_a_dead_one_does(
     tmp_path: Path, victims: tuple[int, ...]
 ) -> None:
-    keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", "heartbeat_timeout_s=10")
+    keys = (
+        f"run_dir={tmp_path / 'run'}",
+        "steps=100000",
+        "checkpoint_period=2",
+        "heartbeat_timeout_s=10",
+    )
     process = start("train", *SMALLEST, *keys, "--simulate-hosts", "2")
     try:
         wait_for(lambda: (tmp_path / "run" / "checkpoints" / "2").exists(), process)
@@ -128,14 +159,24 @@ def test_a_simulated_host_that_is_stopped_ends_the_command_as_a_dead_one_does(
     finally:
         process.kill()
     assert process.returncode == 75
-    assert f"maxbatch: error: host {victims[0]} of 2 has died: " in output and output.count("error") == 1
+    assert (
+        f"maxbatch: error: host {victims[0]} of 2 has died: " in output
+        and output.count("error") == 1
+    )
     assert "is saved, and the same command continues" in output
 
 
 @pytest.mark.processes
-def test_a_host_that_dies_in_mid_update_is_named_by_those_that_compute_with_it(tmp_path: Path) -> None:
+def test_a_host_that_dies_in_mid_update_is_named_by_those_that_compute_with_it(
+    tmp_path: Path,
+) -> None:
     """Their collectives fail at once, and they wait for the heartbeats to tell why."""
-    keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", f"heartbeat_timeout_s={TIMEOUT_S}")
+    keys = (
+        f"run_dir={tmp_path / 'run'}",
+        "steps=100000",
+        "checkpoint_period=2",
+        f"heartbeat_timeout_s={TIMEOUT_S}",
+    )
     hosts = start_hosts(tmp_path, "-m", "maxbatch", "train", *SMALLEST, *keys)
     said = lose(tmp_path, hosts, [tmp_path / "run" / "checkpoints" / "2"], 2, signal.SIGKILL)
     assert said == "maxbatch: error: host 2 of 3 has died: no heartbeat"
@@ -170,7 +211,9 @@ def test_the_first_host_records_that_another_one_failed(
 
     ends: list[tuple[str, bool]] = []
     monkeypatch.setattr(deaths, "_ON_END", [])
-    monkeypatch.setattr(heartbeats, "coordination", lambda: SimpleNamespace(process_id=0, num_processes=2))
+    monkeypatch.setattr(
+        heartbeats, "coordination", lambda: SimpleNamespace(process_id=0, num_processes=2)
+    )
     monkeypatch.setattr(heartbeats, "leave", left)
     monkeypatch.setattr(heartbeats, "POLL_S", 0.01)
     deaths.on_end(lambda cause, is_refusal: ends.append((cause, is_refusal)))

@@ -27,7 +27,15 @@ from maxbatch.training import pretraining
 from maxbatch.training.compile.cache import use_persistent_cache
 from tests.helpers.command import Hold, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import ONE_LAYER, SAME, TINY_RUN, UNSAVED, assert_same_run, one_layer_config, read_metrics
+from tests.helpers.tiny import (
+    ONE_LAYER,
+    SAME,
+    TINY_RUN,
+    UNSAVED,
+    assert_same_run,
+    one_layer_config,
+    read_metrics,
+)
 
 KEYS = (*TINY_RUN, ONE_LAYER)
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
@@ -55,22 +63,32 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(tmp_path: Path) 
         one_layer_config(*RAMP, UNSAVED, "per_device_batch_size=1", *more, f"run_dir={folder}")
         for folder, more in zip(folders, layouts, strict=True)
     ]
-    run(lambda _: [pretraining.train(config) for config in configs], devices=4, hosts=2, timeout=600)
+    run(
+        lambda _: [pretraining.train(config) for config in configs], devices=4, hosts=2, timeout=600
+    )
     one = one_layer_config(*RAMP, UNSAVED, "per_device_batch_size=2", f"run_dir={tmp_path / 'one'}")
     pretraining.train(one, jax.devices()[:1])
     for folder in folders:
-        assert_same_run(read_metrics(folder), read_metrics(tmp_path / "one"), (*SAME, "learning_rate"))
-        assert len({m["compiles"] for m in read_metrics(folder)[1:]}) == 1, "nothing compiles after the first step"
+        assert_same_run(
+            read_metrics(folder), read_metrics(tmp_path / "one"), (*SAME, "learning_rate")
+        )
+        assert len({m["compiles"] for m in read_metrics(folder)[1:]}) == 1, (
+            "nothing compiles after the first step"
+        )
 
 
 @pytest.mark.processes
 def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached_or_compiles() -> None:
-    """The first host compiles late in the first round, and finds the program cached in the second."""
+    """The first host compiles late in the first round, and finds the program cached in the
+    second.
+    """
     number = float(time.time_ns() % 2**24)  # of no program that an earlier test has cached
 
     def compiled(_: Pod) -> list[int]:
         events: list[str] = []
-        jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+        jax.monitoring.register_event_listener(
+            lambda event, **_: events.append(event.rpartition("/")[2])
+        )
         use_persistent_cache("", cache_folder("", "xla"))
         split, counts = NamedSharding(jax.make_mesh((2,), ("x",)), P("x")), []
         for round_ in range(2):
@@ -92,14 +110,18 @@ def test_a_program_that_the_first_host_cannot_compile_keeps_no_other_waiting() -
         split = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))
         x = jax.make_array_from_callback((2,), split, lambda _: np.ones(1, np.float32))
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
-            jax.jit(lambda x: jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((), x.dtype))(jnp.sum(x)))(x)
+            jax.jit(
+                lambda x: jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((), x.dtype))(jnp.sum(x))
+            )(x)
         return str(error.value)
 
     assert all("nowhere" in message for message in run(refused, devices=2, hosts=2, timeout=60))
 
 
 @pytest.mark.processes
-def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(tmp_path: Path) -> None:
+def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(
+    tmp_path: Path,
+) -> None:
     """Two hosts, one process, two hosts of which one loads, and one process."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     ramp = ("batch_size_schedule=0:8 50:16 200:24", "steps=22", "checkpoint_period=4")
@@ -137,7 +159,9 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
 
 @pytest.mark.processes
 def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Path) -> None:
-    process = train(tmp_path / "run", "steps=100000", "checkpoint_period=2", "--simulate-hosts", "3")
+    process = train(
+        tmp_path / "run", "steps=100000", "checkpoint_period=2", "--simulate-hosts", "3"
+    )
     wait_for((tmp_path / "run" / "checkpoints" / "2").exists, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     start = time.monotonic()
@@ -145,10 +169,14 @@ def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Pa
     code, output = finish(process, timeout=120)
     assert code == 75 and time.monotonic() - start < 60
     said = output.splitlines()[-1]
-    assert "host 2 of 3 was killed by SIGKILL" in said and "is saved, and the same command continues" in said
+    assert (
+        "host 2 of 3 was killed by SIGKILL" in said
+        and "is saved, and the same command continues" in said
+    )
 
 
-# Runs in every Python process of a test: gives each host a home of its own, and notes the data files it opens.
+# Runs in every Python process of a test: gives each host a home of its own, and notes the data
+# files it opens.
 SITECUSTOMIZE = """
     import os, sys
     host = os.environ.get("JAX_PROCESS_ID")
@@ -185,7 +213,13 @@ DATA = ("dataset_type=jsonl", "dataset_path=~/data.jsonl", "per_device_batch_siz
 @pytest.mark.processes
 def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict[str, str]) -> None:
     (tmp_path / "homes" / "1" / "data.jsonl").unlink()
-    expanded = ("expansion_factor_real_data=2", "eval_fraction=0.1", "eval_interval=2", "--simulate-hosts", "2")
+    expanded = (
+        "expansion_factor_real_data=2",
+        "eval_fraction=0.1",
+        "eval_interval=2",
+        "--simulate-hosts",
+        "2",
+    )
     code, output = finish(train(tmp_path / "run", *DATA, *expanded, **homes))
     assert code == 0, output
     readers = {line.split()[0] for line in (tmp_path / "homes" / "log").read_text().splitlines()}
@@ -193,12 +227,18 @@ def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict
 
 
 @pytest.mark.processes
-def test_what_one_host_cannot_read_ends_all_with_its_message(tmp_path: Path, homes: dict[str, str]) -> None:
+def test_what_one_host_cannot_read_ends_all_with_its_message(
+    tmp_path: Path, homes: dict[str, str]
+) -> None:
     (tmp_path / "homes" / "1" / "data.jsonl").unlink()
     start = time.monotonic()
-    code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes), timeout=120)
+    code, output = finish(
+        train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes), timeout=120
+    )
     assert code == 2 and time.monotonic() - start < 60
-    assert output.count("\n") == 1 and "host 1: dataset_path='~/data.jsonl': no such file" in output, output
+    assert (
+        output.count("\n") == 1 and "host 1: dataset_path='~/data.jsonl': no such file" in output
+    ), output
 
 
 @pytest.mark.processes
@@ -206,7 +246,9 @@ def test_hosts_that_see_different_data_are_refused(tmp_path: Path, homes: dict[s
     data = tmp_path / "homes" / "1" / "data.jsonl"
     data.write_text(data.read_text().replace("document 7 ", "document 8 "))
     code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes))
-    assert code == 2 and re.search(r"content: .* on host 0 \| .* on host 1", output.splitlines()[0]), output
+    assert code == 2 and re.search(
+        r"content: .* on host 0 \| .* on host 1", output.splitlines()[0]
+    ), output
 
 
 def test_hosts_that_do_not_divide_the_devices_are_refused_with_the_nearest() -> None:
@@ -220,8 +262,14 @@ def test_hosts_that_do_not_divide_the_devices_are_refused_with_the_nearest() -> 
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "works: .*=1$"),
-        ({"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "works: a:8476$"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "works: .*=1$",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            "works: a:8476$",
+        ),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
     ],
 )
@@ -235,4 +283,8 @@ def test_half_a_cluster_in_the_environment_is_refused(
 
 
 def test_one_process_tells_itself() -> None:
-    assert hosts.is_first() and hosts.broadcast(lambda: [1, "a"]) == [1, "a"] and hosts.gather(3) == [3]
+    assert (
+        hosts.is_first()
+        and hosts.broadcast(lambda: [1, "a"]) == [1, "a"]
+        and hosts.gather(3) == [3]
+    )

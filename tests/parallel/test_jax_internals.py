@@ -1,4 +1,6 @@
-"""JAX's private names are those that `jax_internals` uses; each failure says what depends on the name."""
+"""JAX's private names are those that `jax_internals` uses; each failure says what depends on the
+name.
+"""
 
 from __future__ import annotations
 

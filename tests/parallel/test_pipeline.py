@@ -20,7 +20,15 @@ from maxbatch.training.evaluation import EvalResult, Evaluator
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
 from tests.helpers.collectives import computations, loops
-from tests.helpers.tiny import LENGTH, MEASURED, UNSAVED, bytes_of, read_metrics, some_rows, tiny_config
+from tests.helpers.tiny import (
+    LENGTH,
+    MEASURED,
+    UNSAVED,
+    bytes_of,
+    read_metrics,
+    some_rows,
+    tiny_config,
+)
 from tests.training.update.test_step import assert_same_steps, run_steps
 
 MICRO_BATCH = 32
@@ -70,8 +78,12 @@ def without_a_pipeline() -> Any:
     ],
     ids=" ".join,
 )
-def test_losses_and_gradient_norms_equal_those_without_a_pipeline(overrides: tuple[str, ...]) -> None:
-    """Every two of stages, parts for each, repeats and axes beside the pipeline meet, in a model with biases."""
+def test_losses_and_gradient_norms_equal_those_without_a_pipeline(
+    overrides: tuple[str, ...],
+) -> None:
+    """Every two of stages, parts for each, repeats and axes beside the pipeline meet, in a model
+    with biases.
+    """
     piped = run_steps(BATCHES, MICRO_BATCH, 3, 8, (*overrides, BIASES))
     assert_same_steps(piped, without_a_pipeline(), tolerance=2e-4)
 
@@ -82,7 +94,12 @@ def evaluator_of(config: Any, num_devices: int, batch_size: int) -> tuple[Evalua
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     abstract = abstract_state(config.update, mesh)
     return Evaluator(
-        config.update, config.evaluation, placement, open_stream(config, split="eval"), 25, batch_size
+        config.update,
+        config.evaluation,
+        placement,
+        open_stream(config, split="eval"),
+        25,
+        batch_size,
     ), abstract
 
 
@@ -102,9 +119,14 @@ def test_the_held_out_loss_has_its_own_batch_in_the_pipeline() -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "repeats"), [(2, 2, 1), (4, 8, 1), (2, 4, 2)])
-def test_the_bubble_of_the_plan_is_that_of_the_program(stages: int, microbatches: int, repeats: int) -> None:
-    """The compiled loop turns as often as the plan counts: of its ticks, microbatches x repeats are work."""
-    overrides = pipelined(stages, microbatches, repeats, "base_num_decoder_layers=4")  # fewer than ticks
+def test_the_bubble_of_the_plan_is_that_of_the_program(
+    stages: int, microbatches: int, repeats: int
+) -> None:
+    """The compiled loop turns as often as the plan counts: of its ticks, microbatches x repeats are
+    work.
+    """
+    # fewer than ticks
+    overrides = pipelined(stages, microbatches, repeats, "base_num_decoder_layers=4")
     config = tiny_config(*overrides, "eval_fraction=0.05")
     evaluator, abstract = evaluator_of(config, stages, microbatches)
     _, bodies = computations(evaluator.lower(abstract.params).compile().as_text())
@@ -124,25 +146,34 @@ def test_each_stage_holds_its_layers_and_their_moments_and_no_others() -> None:
     for leaf in stacked:
         shards = {(s.index[0].start, s.index[0].stop) for s in leaf.addressable_shards}
         assert shards == {(0, 2), (2, 4), (4, 6), (6, 8)}
-        assert leaf.ndim == 2 or leaf.addressable_shards[0].data.size == leaf.size // 8  # fsdp splits matrices
+        # fsdp splits matrices
+        assert leaf.ndim == 2 or leaf.addressable_shards[0].data.size == leaf.size // 8
     embedding = state.params["embedding"][...]
     assert embedding.addressable_shards[0].data.size == embedding.size // 8
 
 
 def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
-    """What every tick of the forward pass leaves for the backward pass, without the axis of the ticks."""
+    """What every tick of the forward pass leaves for the backward pass, without the axis of the
+    ticks.
+    """
     config = tiny_config(*overrides, f"max_target_length={SHORT}")
     mesh = make_mesh(config, jax.devices()[:4])
     pipeline = make_pipeline(config.mesh, config.remat, mesh, ("fsdp",))
     assert pipeline is not None
-    graphdef, params = abstract_model(config.decoder, activation_constraint(mesh, ("fsdp", "pipeline")), pipeline)
+    graphdef, params = abstract_model(
+        config.decoder, activation_constraint(mesh, ("fsdp", "pipeline")), pipeline
+    )
     tokens = jax.ShapeDtypeStruct((rows, SHORT), np.int32)
 
     def loss(params: Any, tokens: Any) -> Any:
         return nnx.merge(graphdef, params).hidden(tokens, tokens).x_MxLxD.sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params, tokens)
-    forward = next(e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == pipeline.num_ticks)
+    forward = next(
+        e
+        for e in jaxpr.eqns
+        if e.primitive.name == "scan" and e.params["length"] == pipeline.num_ticks
+    )
     # What is carried has the stages in front, of which there are fewer than ticks.
     kept = [v.aval for v in forward.outvars if v.aval.shape[:1] == (pipeline.num_ticks,)]
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in kept]
@@ -150,7 +181,9 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_rematerialisation_keeps_what_enters_a_stage_or_its_products(repeats: int) -> None:
-    """With full, as in GPipe: per tick one part for every stage, its documents, and flags; never weights."""
+    """With full, as in GPipe: per tick one part for every stage, its documents, and flags; never
+    weights.
+    """
     kept = {
         policy: kept_by_tick(pipelined(4, 8, repeats, f"remat_policy={policy}"), 16)
         for policy in ("none", "minimal", "full")
@@ -160,11 +193,15 @@ def test_rematerialisation_keeps_what_enters_a_stage_or_its_products(repeats: in
     sizes = {policy: bytes_of(arrays) for policy, arrays in kept.items()}
     assert sizes["full"] < sizes["minimal"] < sizes["none"]
     for array in kept["minimal"] + kept["none"]:
-        assert array.size <= 4 or SHORT in array.shape, "activations have a length, weights have not"
+        assert array.size <= 4 or SHORT in array.shape, (
+            "activations have a length, weights have not"
+        )
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(2, 2), (2, 4), (4, 2), (4, 3), (8, 2)])
-def test_with_repeats_a_stage_holds_every_sth_group_and_gives_it_back(stages: int, repeats: int) -> None:
+def test_with_repeats_a_stage_holds_every_sth_group_and_gives_it_back(
+    stages: int, repeats: int
+) -> None:
     config = tiny_config(
         f"base_num_decoder_layers={stages * repeats * 2}",
         f"ici_pipeline_parallelism={stages}",
@@ -187,7 +224,11 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Any) -> None:
 
     def go_on(folder: str, steps: int, num_devices: int, *others: str) -> list[dict[str, Any]]:
         config = tiny_config(
-            *run, f"run_dir={tmp_path / folder}", f"steps={steps}", *others, "learning_rate_schedule=constant"
+            *run,
+            f"run_dir={tmp_path / folder}",
+            f"steps={steps}",
+            *others,
+            "learning_rate_schedule=constant",
         )
         train(config, jax.devices()[:num_devices])
         return read_metrics(tmp_path / folder)

@@ -35,8 +35,12 @@ def kept_values(policy: str, *overrides: str) -> int:
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, parameters)(x_MxLxD, Slots(segments_MxL), rope, False)[0]
 
-    _, backward = jax.vjp(checkpointed(layer, Remat.of(config.remat), in_loop=False), parameters, x_MxLxD)
-    of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
+    _, backward = jax.vjp(
+        checkpointed(layer, Remat.of(config.remat), in_loop=False), parameters, x_MxLxD
+    )
+    of_tokens = [
+        array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]
+    ]
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 
 
@@ -47,14 +51,20 @@ def test_minimal_keeps_every_product_once(norms: str) -> None:
     tokens = 2 * config.max_target_length
     heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
     products = heads + config.base_emb_dim + 2 * config.base_mlp_dim
-    assert kept_values("minimal", norms) == tokens * products, "the output of the MLP's last product is needed by none"
+    assert kept_values("minimal", norms) == tokens * products, (
+        "the output of the MLP's last product is needed by none"
+    )
     assert kept_values("save_qkv_proj", norms) == tokens * heads
     assert kept_values("save_out_proj", norms) == tokens * config.base_emb_dim
     assert kept_values("full", norms) == 0
 
 
 def test_policies_are_ordered_by_what_they_keep() -> None:
-    kept = [kept_values(policy) for policy in KEYS["remat_policy"].choices if policy not in ("save_out_proj", "custom")]
+    kept = [
+        kept_values(policy)
+        for policy in KEYS["remat_policy"].choices
+        if policy not in ("save_out_proj", "custom")
+    ]
     assert kept == sorted(kept, reverse=True)
 
 
@@ -64,7 +74,9 @@ def test_custom_keeps_the_tensors_that_are_named() -> None:
     assert kept_values("custom") == kept_values("full")
     queries = config.base_num_query_heads * config.head_dim
     assert kept_values("custom", "query_proj=device") == tokens * queries
-    assert kept_values("custom", "mlpwi_1=device", "query_proj=device") == tokens * (queries + config.base_mlp_dim)
+    assert kept_values("custom", "mlpwi_1=device", "query_proj=device") == tokens * (
+        queries + config.base_mlp_dim
+    )
     products = [f"{name}=device" for name in ("query_proj", "key_proj", "value_proj", "out_proj")]
     products += [f"{name}=device" for name in ("mlpwi_0", "mlpwi_1", "mlpwo")]
     assert kept_values("custom", *products) == kept_values("minimal")

@@ -23,9 +23,15 @@ def mesh(order: Sequence[int] = range(8), **sizes: int) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("old", "spec"), [({"data": 2, "fsdp": 2}, P(None, "fsdp", "tensor")), ({"fsdp": 2, "pipeline": 2}, P("pipeline"))]
+    ("old", "spec"),
+    [
+        ({"data": 2, "fsdp": 2}, P(None, "fsdp", "tensor")),
+        ({"fsdp": 2, "pipeline": 2}, P("pipeline")),
+    ],
 )
-def test_an_array_is_never_whole_on_the_way_to_a_mesh_of_copies(old: dict[str, int], spec: P) -> None:
+def test_an_array_is_never_whole_on_the_way_to_a_mesh_of_copies(
+    old: dict[str, int], spec: P
+) -> None:
     array_LxDxF = np.arange(4 * 16 * 32, dtype=np.float32).reshape(4, 16, 32)
     source = jax.device_put(array_LxDxF, NamedSharding(mesh(**old), spec))
     target = NamedSharding(mesh(data=2, tensor=2), P(None, None, "tensor"))
@@ -47,19 +53,34 @@ def test_an_array_that_the_devices_do_not_divide_takes_no_steps_and_arrives() ->
 @pytest.mark.parametrize(
     ("old", "spec", "new"),
     [
-        (((2, 0, 3, 1), {"data": 2, "fsdp": 2}), P(None, "fsdp"), ((7, 5, 6, 4), {"data": 2, "tensor": 2})),
+        (
+            ((2, 0, 3, 1), {"data": 2, "fsdp": 2}),
+            P(None, "fsdp"),
+            ((7, 5, 6, 4), {"data": 2, "tensor": 2}),
+        ),
         (((0, 1, 2), {"data": 3}), P(), ((4, 5), {"tensor": 2})),  # 3 devices divide no dimension
     ],
 )
 def test_other_devices_get_it_in_pieces(old: Placed, spec: P, new: Placed) -> None:
     there, here = (mesh(order, **sizes) for order, sizes in (old, new))
-    arrays = [np.arange(4 * 16 * 32, dtype=np.float32).reshape(4, 16, 32), np.ones(5, np.float32), np.float32(2)]
-    sources = [jax.device_put(array, NamedSharding(there, spec if array.ndim == 3 else P())) for array in arrays]
-    targets = [NamedSharding(here, P(None, None, "tensor") if array.ndim == 3 else P()) for array in arrays]
+    arrays = [
+        np.arange(4 * 16 * 32, dtype=np.float32).reshape(4, 16, 32),
+        np.ones(5, np.float32),
+        np.float32(2),
+    ]
+    sources = [
+        jax.device_put(array, NamedSharding(there, spec if array.ndim == 3 else P()))
+        for array in arrays
+    ]
+    targets = [
+        NamedSharding(here, P(None, None, "tensor") if array.ndim == 3 else P()) for array in arrays
+    ]
     move = Resharding(targets)
     handed = move.hand_over(sources)
     most = max(piece.data.size for piece in handed.pieces[0].addressable_shards)
-    assert most == handed.pieces[0].size // here.size <= 0.6 * arrays[0].size, "an even share, with its padding"
+    assert most == handed.pieces[0].size // here.size <= 0.6 * arrays[0].size, (
+        "an even share, with its padding"
+    )
     moved = move.receive(handed)
     assert [array.sharding for array in moved] == targets
     assert all(map(np.array_equal, moved, arrays))

@@ -26,5 +26,8 @@ def test_every_matrix_has_a_place_as_a_parameter_and_gathered_for_sampling(famil
 def test_experts_split_over_their_axis_and_other_matrices_over_it_by_width() -> None:
     keys = ["model_name=tiny-moe", "ici_expert_parallelism=4", "ici_fsdp_parallelism=2"]
     mesh = make_mesh(load_config(overrides=keys), jax.devices()[:8])
-    assert parameter_spec(("layers", "experts", "embed", "moe_mlp"), (2, 8, 64, 96), mesh)[1:3] == ("expert", "fsdp")
+    assert parameter_spec(("layers", "experts", "embed", "moe_mlp"), (2, 8, 64, 96), mesh)[1:3] == (
+        "expert",
+        "fsdp",
+    )
     assert parameter_spec(("layers", "embed", "mlp"), (2, 64, 96), mesh)[1] == ("fsdp", "expert")

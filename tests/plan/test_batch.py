@@ -1,4 +1,6 @@
-"""The batch plan: the identities of its numbers, every rejection, and that the value it names really works."""
+"""The batch plan: the identities of its numbers, every rejection, and that the value it names
+really works.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from maxbatch.plan.batch import Resume, check_batch_keys
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
 
-def plan_of(overrides: list[str], num_devices: int = 1, num_hosts: int = 1, **keywords: Any) -> BatchPlan:
-    return BatchPlan.from_config(load_config(overrides=overrides), num_devices, num_hosts, **keywords)
+def plan_of(
+    overrides: list[str], num_devices: int = 1, num_hosts: int = 1, **keywords: Any
+) -> BatchPlan:
+    return BatchPlan.from_config(
+        load_config(overrides=overrides), num_devices, num_hosts, **keywords
+    )
 
 
 @given(
-    st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4), st.integers(0, 4),
-    st.sampled_from(["tensor", "pipeline", "data"]), st.sampled_from([1, 2]),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.sampled_from(["tensor", "pipeline", "data"]),
+    st.sampled_from([1, 2]),
+)
 def test_the_numbers_follow_from_one_another(
     rows: int, g: int, num_devices: int, hosts_log: int, e_log: int, axis: str, size: int
 ) -> None:
@@ -63,12 +74,19 @@ def test_a_global_batch_is_kept_on_any_number_of_devices(units: int, num_devices
 
 
 def test_a_plan_for_a_pod() -> None:
-    overrides = ["per_device_batch_size=2", "gradient_accumulation_steps=4", "expansion_factor_real_data=8"]
+    overrides = [
+        "per_device_batch_size=2",
+        "gradient_accumulation_steps=4",
+        "expansion_factor_real_data=8",
+    ]
     overrides += ["ici_tensor_parallelism=8", "dcn_data_parallelism=4", "train_tokens=10B"]
     overrides += ["base_num_query_heads=8"]
     plan = plan_of(overrides, 10240, 2560, num_slices=4, samples_per_epoch=1_000_000).to_dict()
     assert plan["batch_shards"] == 1280
-    assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (81920, 655360)
+    assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (
+        81920,
+        655360,
+    )
     assert plan["num_loading_hosts"] == 320
     assert (plan["total_samples"], plan["total_steps"]) == (39062500, 477)
     assert (plan["steps_per_epoch"], plan["epochs"]) == (13, 39.0625)
@@ -80,11 +98,19 @@ def test_a_batch_that_does_not_fit_may_change_the_mesh() -> None:
 
 
 def test_fractions_of_a_row_per_device_are_exact() -> None:
-    overrides = ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1", "gradient_accumulation_steps=3"]
+    overrides = [
+        "ici_fsdp_parallelism=1",
+        "ici_tensor_parallelism=-1",
+        "gradient_accumulation_steps=3",
+    ]
     overrides += ["base_num_query_heads=60"]
     plan = plan_of([*overrides, "per_device_batch_size=1/3"], 12)
     assert plan.per_device_batch_size == Fraction(1, 3)
-    assert (plan.micro_batch_size_to_train_on, plan.num_replicas, plan.per_replica_batch_size) == (4, 1, 12)
+    assert (plan.micro_batch_size_to_train_on, plan.num_replicas, plan.per_replica_batch_size) == (
+        4,
+        1,
+        12,
+    )
     assert plan_of([*overrides, "per_device_batch_size=0.1"], 30).micro_batch_size_to_train_on == 3
 
 
@@ -92,16 +118,35 @@ def test_the_top_level_numbers_are_the_last_stages() -> None:
     plan = plan_of([*RAMP, "gradient_accumulation_steps=2"], 2).to_dict()
     last = plan["stages"][-1]
     assert plan["global_batch_size_to_train_on"] == last["global_batch_size"] == 64
-    assert (plan["rampup_end_step"], plan["rampup_end_sample"]) == (last["first_step"], last["first_sample"])
+    assert (plan["rampup_end_step"], plan["rampup_end_sample"]) == (
+        last["first_step"],
+        last["first_sample"],
+    )
     assert sum(stage["num_steps"] for stage in plan["stages"]) == plan["total_steps"] == 200
     assert sum(stage["num_samples"] for stage in plan["stages"]) == plan["total_samples"]
     assert set(last) == {
-        "per_device_batch_size", "global_batch_size", "gradient_accumulation_steps", "micro_batch_size_to_train_on",
-        "first_step", "num_steps", "first_sample", "num_samples", "learning_rate_scale",
-        "adam_b1", "adam_b2", "adam_weight_decay", "parameter_average", "padded_slots_per_step", "tokens_per_step",
-    }  # fmt: skip
+        "per_device_batch_size",
+        "global_batch_size",
+        "gradient_accumulation_steps",
+        "micro_batch_size_to_train_on",
+        "first_step",
+        "num_steps",
+        "first_sample",
+        "num_samples",
+        "learning_rate_scale",
+        "adam_b1",
+        "adam_b2",
+        "adam_weight_decay",
+        "parameter_average",
+        "padded_slots_per_step",
+        "tokens_per_step",
+    }
     constant = plan_of([]).to_dict()
-    assert (constant["rampup_end_step"], constant["rampup_end_sample"], len(constant["stages"])) == (0, 0, 1)
+    assert (
+        constant["rampup_end_step"],
+        constant["rampup_end_sample"],
+        len(constant["stages"]),
+    ) == (0, 0, 1)
 
 
 def test_a_run_that_ends_inside_its_ramp_is_warned_about() -> None:
@@ -146,83 +191,310 @@ def test_the_layout_is_axolotls_example() -> None:
 REJECTIONS: list[tuple[list[str], int, int, str]] = [
     (["per_device_batch_size=0"], 1, 1, "per_device_batch_size=0: must be greater than 0"),
     (["per_device_batch_size=-2"], 1, 1, "per_device_batch_size=-2: must be greater than 0"),
-    (["per_device_batch_size=0.3"], 4, 1, "per_device_batch_size=0.3: x 4 devices = 1.2 must be a whole number"),
-    (["per_device_batch_size=1/3"], 4, 1, "per_device_batch_size=1/3: x 4 devices = 4/3 must be a whole number"),
-    (["per_device_batch_size=0.5"], 4, 1, "per_device_batch_size=0.5: x 4 devices = 2 must be divisible by the 4"),
+    (
+        ["per_device_batch_size=0.3"],
+        4,
+        1,
+        "per_device_batch_size=0.3: x 4 devices = 1.2 must be a whole number",
+    ),
+    (
+        ["per_device_batch_size=1/3"],
+        4,
+        1,
+        "per_device_batch_size=1/3: x 4 devices = 4/3 must be a whole number",
+    ),
+    (
+        ["per_device_batch_size=0.5"],
+        4,
+        1,
+        "per_device_batch_size=0.5: x 4 devices = 2 must be divisible by the 4",
+    ),
     (["gradient_accumulation_steps=0"], 1, 1, "gradient_accumulation_steps=0: must be at least 1"),
-    (["expansion_factor_real_data=0"], 4, 4, "expansion_factor_real_data=0: must be -1, a whole number"),
-    (["expansion_factor_real_data=-2"], 4, 4, "expansion_factor_real_data=-2: must be -1, a whole number"),
-    (["expansion_factor_real_data=2.5"], 4, 4, "expansion_factor_real_data=2.5: above 1 it must be whole"),
-    (["expansion_factor_real_data=3"], 4, 4, "expansion_factor_real_data=3: must divide the 4 hosts"),
-    (["expansion_factor_real_data=8"], 4, 4, "expansion_factor_real_data=8: must divide the 4 hosts"),
-    (["expansion_factor_real_data=0.4"], 4, 4, "expansion_factor_real_data=0.4: below 1 it must be 1 / a whole"),
-    (["expansion_factor_real_data=2/3"], 4, 4, "expansion_factor_real_data=2/3: below 1 it must be 1 / a whole"),
-    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=3"], 4, 1,
-     "num_pipeline_microbatches=3: must be a multiple of the 2 pipeline stages"),
-    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=12"], 4, 1,
-     "num_pipeline_microbatches=12: the micro-batch of 64 must be divisible by 2 batch shards x 12"),
-    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "per_device_batch_size=1/2"], 4, 1,
-     "per_device_batch_size=0.5: the micro-batch of 2 must be divisible by 2 batch shards x 4"),
-    (["num_pipeline_microbatches=0"], 1, 1, "num_pipeline_microbatches=0: must be at least 1 (or -1)"),
-    ([*RAMP, "per_device_batch_size=15"], 1, 1, "per_device_batch_size_increment=4: increments from"),
-    ([*RAMP, "per_device_batch_size=4"], 1, 1, "per_device_batch_size_increment=4: increments from"),
-    ([*RAMP, "per_device_batch_size=2"], 1, 1, "per_device_batch_size_increment=4: increments from"),
-    ([*RAMP, "per_device_batch_size_increment=0"], 1, 1, "per_device_batch_size_increment=0: must not be 0"),
-    ([*RAMP, "per_device_batch_size_increment=-5"], 1, 1, "per_device_batch_size_increment=-5: increments from"),
-    ([*RAMP, "per_device_batch_size_increment=0.0001"], 1, 1, "per_device_batch_size_increment=0.0001: increments"),
-    ([*RAMP, "per_device_batch_size_increment=3.5"], 1, 1, "per_device_batch_size_increment=3.5: increments from"),
-    ([*RAMP, "per_device_batch_size_increment=0.7"], 4, 1, "per_device_batch_size_increment=0.7: increments from"),
-    ([*RAMP, "per_device_batch_size_start=0.3"], 4, 1, "per_device_batch_size_increment=4: increments from"),
+    (
+        ["expansion_factor_real_data=0"],
+        4,
+        4,
+        "expansion_factor_real_data=0: must be -1, a whole number",
+    ),
+    (
+        ["expansion_factor_real_data=-2"],
+        4,
+        4,
+        "expansion_factor_real_data=-2: must be -1, a whole number",
+    ),
+    (
+        ["expansion_factor_real_data=2.5"],
+        4,
+        4,
+        "expansion_factor_real_data=2.5: above 1 it must be whole",
+    ),
+    (
+        ["expansion_factor_real_data=3"],
+        4,
+        4,
+        "expansion_factor_real_data=3: must divide the 4 hosts",
+    ),
+    (
+        ["expansion_factor_real_data=8"],
+        4,
+        4,
+        "expansion_factor_real_data=8: must divide the 4 hosts",
+    ),
+    (
+        ["expansion_factor_real_data=0.4"],
+        4,
+        4,
+        "expansion_factor_real_data=0.4: below 1 it must be 1 / a whole",
+    ),
+    (
+        ["expansion_factor_real_data=2/3"],
+        4,
+        4,
+        "expansion_factor_real_data=2/3: below 1 it must be 1 / a whole",
+    ),
+    (
+        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=3"],
+        4,
+        1,
+        "num_pipeline_microbatches=3: must be a multiple of the 2 pipeline stages",
+    ),
+    (
+        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=12"],
+        4,
+        1,
+        "num_pipeline_microbatches=12: the micro-batch of 64 must be divisible by 2 batch shards "
+        "x 12",
+    ),
+    (
+        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "per_device_batch_size=1/2"],
+        4,
+        1,
+        "per_device_batch_size=0.5: the micro-batch of 2 must be divisible by 2 batch shards x 4",
+    ),
+    (
+        ["num_pipeline_microbatches=0"],
+        1,
+        1,
+        "num_pipeline_microbatches=0: must be at least 1 (or -1)",
+    ),
+    (
+        [*RAMP, "per_device_batch_size=15"],
+        1,
+        1,
+        "per_device_batch_size_increment=4: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size=4"],
+        1,
+        1,
+        "per_device_batch_size_increment=4: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size=2"],
+        1,
+        1,
+        "per_device_batch_size_increment=4: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_increment=0"],
+        1,
+        1,
+        "per_device_batch_size_increment=0: must not be 0",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_increment=-5"],
+        1,
+        1,
+        "per_device_batch_size_increment=-5: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_increment=0.0001"],
+        1,
+        1,
+        "per_device_batch_size_increment=0.0001: increments",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_increment=3.5"],
+        1,
+        1,
+        "per_device_batch_size_increment=3.5: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_increment=0.7"],
+        4,
+        1,
+        "per_device_batch_size_increment=0.7: increments from",
+    ),
+    (
+        [*RAMP, "per_device_batch_size_start=0.3"],
+        4,
+        1,
+        "per_device_batch_size_increment=4: increments from",
+    ),
     ([*RAMP, "global_rampup_samples=0"], 1, 1, "global_rampup_samples=0: must be at least 1"),
-    ([*RAMP, "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5", "per_device_batch_size=2"],
-     4, 1, "per_device_batch_size_start=0.5: with per_device_batch_size_increment=0.5 every micro-batch ahead"),
-    ([*RAMP, "per_device_batch_size_start=3", "per_device_batch_size_increment=-0.5", "per_device_batch_size=0.5"],
-     4, 1, "per_device_batch_size_start=3: with per_device_batch_size_increment=-0.5 every micro-batch ahead"),
-    (["global_batch_size=30"], 4, 1, "global_batch_size=30: must be divisible by 4 (the 4 batch shards)"),
+    (
+        [
+            *RAMP,
+            "per_device_batch_size_start=0.5",
+            "per_device_batch_size_increment=0.5",
+            "per_device_batch_size=2",
+        ],
+        4,
+        1,
+        "per_device_batch_size_start=0.5: with per_device_batch_size_increment=0.5 every "
+        "micro-batch ahead",
+    ),
+    (
+        [
+            *RAMP,
+            "per_device_batch_size_start=3",
+            "per_device_batch_size_increment=-0.5",
+            "per_device_batch_size=0.5",
+        ],
+        4,
+        1,
+        "per_device_batch_size_start=3: with per_device_batch_size_increment=-0.5 every "
+        "micro-batch ahead",
+    ),
+    (
+        ["global_batch_size=30"],
+        4,
+        1,
+        "global_batch_size=30: must be divisible by 4 (the 4 batch shards)",
+    ),
     (["global_batch_size=1"], 4, 1, "global_batch_size=1: must be divisible by 4"),
-    (["global_batch_size=32", "per_device_batch_size=1/2"], 4, 1,
-     "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
-    (["global_batch_size=36", "ici_pipeline_parallelism=2"], 8, 1,
-     "global_batch_size=36: must be divisible by 8 (4 batch shards x 2 pipeline microbatches)"),
-    (["global_batch_size=32", "per_device_batch_size=8", "num_pipeline_microbatches=12"], 4, 1,
-     "num_pipeline_microbatches=12: 4 batch shards x 12 pipeline microbatches = 48 samples must fit into one pass"),
-    (["batch_size_schedule=0:48 100:96", "per_device_batch_size=6", "num_pipeline_microbatches=7"], 8, 1,
-     "num_pipeline_microbatches=7: 8 batch shards x 7 pipeline microbatches = 56 samples must fit into one pass"),
-    (["global_batch_size=30", "per_device_batch_size=1/2"], 4, 1,
-     "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
-    (["batch_size_schedule=0:6 100:8 2Kt:9"], 1, 1, "batch_size_schedule=0:6 100:8 2Kt:9: thresholds must rise"),
-    (["batch_size_schedule=0:6 100:8 9000Kt:9"], 4, 1,
-     "every stage ahead must be divisible by 4 (the 4 batch shards), but stage 0 of 6, stage 2 of 9 cannot"),
+    (
+        ["global_batch_size=32", "per_device_batch_size=1/2"],
+        4,
+        1,
+        "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples",
+    ),
+    (
+        ["global_batch_size=36", "ici_pipeline_parallelism=2"],
+        8,
+        1,
+        "global_batch_size=36: must be divisible by 8 (4 batch shards x 2 pipeline microbatches)",
+    ),
+    (
+        ["global_batch_size=32", "per_device_batch_size=8", "num_pipeline_microbatches=12"],
+        4,
+        1,
+        "num_pipeline_microbatches=12: 4 batch shards x 12 pipeline microbatches = 48 samples "
+        "must fit into one pass",
+    ),
+    (
+        [
+            "batch_size_schedule=0:48 100:96",
+            "per_device_batch_size=6",
+            "num_pipeline_microbatches=7",
+        ],
+        8,
+        1,
+        "num_pipeline_microbatches=7: 8 batch shards x 7 pipeline microbatches = 56 samples must "
+        "fit into one pass",
+    ),
+    (
+        ["global_batch_size=30", "per_device_batch_size=1/2"],
+        4,
+        1,
+        "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples",
+    ),
+    (
+        ["batch_size_schedule=0:6 100:8 2Kt:9"],
+        1,
+        1,
+        "batch_size_schedule=0:6 100:8 2Kt:9: thresholds must rise",
+    ),
+    (
+        ["batch_size_schedule=0:6 100:8 9000Kt:9"],
+        4,
+        1,
+        "every stage ahead must be divisible by 4 (the 4 batch shards), but stage 0 of 6, stage 2 "
+        "of 9 cannot",
+    ),
     (["batch_size_schedule=8"], 1, 1, "batch_size_schedule=8: 8 must be SAMPLES:BATCH"),
     (["batch_size_schedule=0:x"], 1, 1, "batch_size_schedule=0:x: 0:x must be SAMPLES:BATCH"),
     (["batch_size_schedule=0:0"], 1, 1, "batch_size_schedule=0:0: 0:0 must be SAMPLES:BATCH"),
-    (["batch_size_schedule=5:8 10:16"], 1, 1, "batch_size_schedule=5:8 10:16: must start at 0 samples"),
+    (
+        ["batch_size_schedule=5:8 10:16"],
+        1,
+        1,
+        "batch_size_schedule=5:8 10:16: must start at 0 samples",
+    ),
     (["batch_size_schedule=0:8 10:16 10:32"], 1, 1, "thresholds must rise, 10:32 does not"),
     (["batch_size_schedule=,"], 1, 1, "must be 1 to 10000 pairs SAMPLES:BATCH"),
-    (["per_device_batch_size=16", "global_batch_size=64", "gradient_accumulation_steps=3"], 1, 1,
-     "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with global_batch_size=64"),
-    (["batch_size_schedule=0:48 5:64", "gradient_accumulation_steps=3"], 1, 1,
-     "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with batch_size_schedule"),
-    (["batch_size_schedule=0:48 5:64", "global_batch_size=64"], 1, 1,
-     "global_batch_size=64: must agree with batch_size_schedule=0:48 5:64"),
-    (["steps=500", "train_samples=100"], 1, 1, "steps=500: must agree with train_samples=100, stated beside it"),
-    (["eval_per_device_batch_size=0.5"], 4, 1,
-     "eval_per_device_batch_size=0.5: x 4 devices = 2 samples must be divisible by the 4 batch shards"),
-    (["eval_per_device_batch_size=0.3"], 4, 1, "eval_per_device_batch_size=0.3: x 4 devices = 1.2 samples must be"),
-    (["ici_pipeline_parallelism=4"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must multiply to the 6 devices"),
-    (["ici_pipeline_parallelism=4", "ici_fsdp_parallelism=1"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must"),
-    (["ici_tensor_parallelism=3"], 4, 1, "ici_tensor_parallelism=3: the ici axes must multiply to the 4 devices"),
-]  # fmt: skip
+    (
+        ["per_device_batch_size=16", "global_batch_size=64", "gradient_accumulation_steps=3"],
+        1,
+        1,
+        "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree "
+        "with global_batch_size=64",
+    ),
+    (
+        ["batch_size_schedule=0:48 5:64", "gradient_accumulation_steps=3"],
+        1,
+        1,
+        "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree "
+        "with batch_size_schedule",
+    ),
+    (
+        ["batch_size_schedule=0:48 5:64", "global_batch_size=64"],
+        1,
+        1,
+        "global_batch_size=64: must agree with batch_size_schedule=0:48 5:64",
+    ),
+    (
+        ["steps=500", "train_samples=100"],
+        1,
+        1,
+        "steps=500: must agree with train_samples=100, stated beside it",
+    ),
+    (
+        ["eval_per_device_batch_size=0.5"],
+        4,
+        1,
+        "eval_per_device_batch_size=0.5: x 4 devices = 2 samples must be divisible by the 4 batch "
+        "shards",
+    ),
+    (
+        ["eval_per_device_batch_size=0.3"],
+        4,
+        1,
+        "eval_per_device_batch_size=0.3: x 4 devices = 1.2 samples must be",
+    ),
+    (
+        ["ici_pipeline_parallelism=4"],
+        6,
+        1,
+        "ici_pipeline_parallelism=4: the ici axes must multiply to the 6 devices",
+    ),
+    (
+        ["ici_pipeline_parallelism=4", "ici_fsdp_parallelism=1"],
+        6,
+        1,
+        "ici_pipeline_parallelism=4: the ici axes must",
+    ),
+    (
+        ["ici_tensor_parallelism=3"],
+        4,
+        1,
+        "ici_tensor_parallelism=3: the ici axes must multiply to the 4 devices",
+    ),
+]
 
 
-def plan_as_told(error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1) -> None:
+def plan_as_told(
+    error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1
+) -> None:
     """Plans with the message's settings in place of the stated ones."""
     works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
     assert works
     plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
 
 
-@pytest.mark.parametrize(("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize(
+    ("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60]
+)
 def test_a_rejection_is_one_line_with_a_value_that_works(
     overrides: list[str], num_devices: int, num_hosts: int, said: str
 ) -> None:
@@ -230,16 +502,31 @@ def test_a_rejection_is_one_line_with_a_value_that_works(
         plan_of(overrides, num_devices, num_hosts)
     message = str(caught.value)
     assert said in message and "\n" not in message and len(message) < 500
-    plan_as_told(caught.value, dict(override.split("=", 1) for override in overrides), num_devices, num_hosts)
+    plan_as_told(
+        caught.value, dict(override.split("=", 1) for override in overrides), num_devices, num_hosts
+    )
 
 
 def sizes(most: int) -> st.SearchStrategy[str]:
     """Numbers of rows per device as they are written: whole, fractions, decimals."""
-    fractions = st.tuples(st.integers(1, 6 * most), st.integers(1, 6)).map(lambda f: f"{f[0]}/{f[1]}")
-    return st.integers(1, most).map(str) | fractions | st.sampled_from(["0.1", "0.25", "1.5", "2.3", "7.5"])
+    fractions = st.tuples(st.integers(1, 6 * most), st.integers(1, 6)).map(
+        lambda f: f"{f[0]}/{f[1]}"
+    )
+    return (
+        st.integers(1, most).map(str)
+        | fractions
+        | st.sampled_from(["0.1", "0.25", "1.5", "2.3", "7.5"])
+    )
 
 
-@given(sizes(8), sizes(9), sizes(40), st.booleans(), st.sampled_from([1, 2, 4, 6, 12]), st.sampled_from([1, 2]))
+@given(
+    sizes(8),
+    sizes(9),
+    sizes(40),
+    st.booleans(),
+    st.sampled_from([1, 2, 4, 6, 12]),
+    st.sampled_from([1, 2]),
+)
 def test_what_is_named_in_place_of_a_ramp_works(
     start: str, increment: str, target: str, falls: bool, num_devices: int, tensor: int
 ) -> None:
@@ -283,7 +570,9 @@ def test_what_is_named_in_place_of_batches_in_a_pipeline_works(
 
 def test_all_stages_that_do_not_fit_are_named_at_once() -> None:
     overrides = [*RAMP, "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5"]
-    with pytest.raises(ConfigError, match=r"stage 1 \(6\), stage 3 \(10\), stage 5 \(14\) cannot; works: "):
+    with pytest.raises(
+        ConfigError, match=r"stage 1 \(6\), stage 3 \(10\), stage 5 \(14\) cannot; works: "
+    ):
         plan_of([*overrides, "per_device_batch_size=4"], 4)
 
 
@@ -342,12 +631,16 @@ def test_a_factor_below_one_counts_the_hosts_that_loaded() -> None:
 
 def test_a_replica_holds_the_whole_model_however_many_devices_it_is() -> None:
     overrides = ["ici_tensor_parallelism=4", "ici_pipeline_parallelism=2", "ici_data_parallelism=2"]
-    plan = plan_of([*overrides, "gradient_accumulation_steps=3", "per_device_batch_size=2"], 32, 8).to_dict()
+    plan = plan_of(
+        [*overrides, "gradient_accumulation_steps=3", "per_device_batch_size=2"], 32, 8
+    ).to_dict()
     assert (plan["num_replicas"], plan["batch_shards"]) == (4, 4)
     assert (plan["global_batch_size_to_train_on"], plan["per_replica_batch_size"]) == (192, 48)
     # A replica of 8 devices spans two hosts of 4: both read all of its rows.
     assert (plan["samples_per_host"], plan["rows_per_loading_host"]) == (24, 48)
-    on_one_host = plan_of(["per_device_batch_size=2", "expansion_factor_real_data=4"], 16, 8).to_dict()
+    on_one_host = plan_of(
+        ["per_device_batch_size=2", "expansion_factor_real_data=4"], 16, 8
+    ).to_dict()
     assert (on_one_host["samples_per_host"], on_one_host["rows_per_loading_host"]) == (4, 16)
     assert plan_of(["per_device_batch_size=2"], 16, 8).rows_per_loading_host == 4
 
@@ -395,7 +688,10 @@ def test_a_batch_that_repeats_its_samples_draws_a_warning() -> None:
     [warning] = BatchPlan.from_config(config, 1, samples_per_epoch=3).warnings
     assert (
         warning
-        == "a batch of 64 samples is larger than an epoch of 3 samples: an update holds each of them 21 times or more"
+        == "a batch of 64 samples is larger than an epoch of 3 samples: an update holds each of "
+        "them 21 times or more"
     )
-    assert "some of them twice" in BatchPlan.from_config(config, 1, samples_per_epoch=40).warnings[0]
+    assert (
+        "some of them twice" in BatchPlan.from_config(config, 1, samples_per_epoch=40).warnings[0]
+    )
     assert not BatchPlan.from_config(config, 1, samples_per_epoch=64).warnings

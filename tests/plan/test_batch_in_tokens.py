@@ -1,4 +1,6 @@
-"""A batch in tokens: the same plan as in samples, or one line with the nearest batch of whole samples."""
+"""A batch in tokens: the same plan as in samples, or one line with the nearest batch of whole
+samples.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,28 @@ from maxbatch.cli import main
 from maxbatch.config.values import amount
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-PAIRS = ["use_dpo=true", "dataset_type=jsonl", "dataset_path=pairs.jsonl", "learning_rate_schedule=constant"]
+PAIRS = [
+    "use_dpo=true",
+    "dataset_type=jsonl",
+    "dataset_path=pairs.jsonl",
+    "learning_rate_schedule=constant",
+]
 
 
 def plan_of(*overrides: str, devices: int = 1) -> dict[str, Any]:
     return BatchPlan.from_config(load_config(overrides=list(overrides)), devices).to_dict()
 
 
-@given(st.integers(1, 4096), st.sampled_from([1, 2, 8]), st.sampled_from([256, 2048]), st.booleans())
-def test_a_batch_in_tokens_is_the_plan_of_its_samples(rows: int, devices: int, length: int, of_schedule: bool) -> None:
-    samples, key = rows * devices, "batch_size_schedule=0:8Kit 1K:" if of_schedule else "global_batch_size="
+@given(
+    st.integers(1, 4096), st.sampled_from([1, 2, 8]), st.sampled_from([256, 2048]), st.booleans()
+)
+def test_a_batch_in_tokens_is_the_plan_of_its_samples(
+    rows: int, devices: int, length: int, of_schedule: bool
+) -> None:
+    samples, key = (
+        rows * devices,
+        "batch_size_schedule=0:8Kit 1K:" if of_schedule else "global_batch_size=",
+    )
     stated = (f"max_target_length={length}", "per_device_batch_size=1", "batch_padding=true")
     plan = plan_of(f"{key}{samples * length}t", *stated, devices=devices)
     assert plan == plan_of(f"{key}{samples}", *stated, devices=devices)
@@ -38,26 +52,53 @@ def test_suffixes_are_powers_of_1000_or_of_1024(number: int, suffix: str, lower:
 
 @pytest.mark.parametrize(
     ("stated", "samples"),
-    [("2Mit", 1024), ("4096Kit", 2048), ("1Git", 2**19), ("2097152t", 1024), ("2048Kt", 1000), ("0.5Mit", 256)],
+    [
+        ("2Mit", 1024),
+        ("4096Kit", 2048),
+        ("1Git", 2**19),
+        ("2097152t", 1024),
+        ("2048Kt", 1000),
+        ("0.5Mit", 256),
+    ],
 )
 def test_units_of_a_batch_in_tokens(stated: str, samples: int) -> None:
-    assert plan_of(f"global_batch_size={stated}", "max_target_length=2048")["global_batch_size_to_train_on"] == samples
+    assert (
+        plan_of(f"global_batch_size={stated}", "max_target_length=2048")[
+            "global_batch_size_to_train_on"
+        ]
+        == samples
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["global_batch_size=1Mt", "max_target_length=2048"], "whole samples of 2048 tokens; works: .*=999424t$"),
+        (
+            ["global_batch_size=1Mt", "max_target_length=2048"],
+            "whole samples of 2048 tokens; works: .*=999424t$",
+        ),
         (["global_batch_size=1t"], "whole samples of 256 tokens; works: global_batch_size=256t$"),
         (["global_batch_size=8Git", "max_target_length=2"], None),
         (["global_batch_size=2M"], "tokens \\(2Mit\\) or null; works: global_batch_size=2Mit$"),
         (["global_batch_size=1.5t"], "a whole number of tokens .*; works: global_batch_size=2Mit$"),
         (["global_batch_size=t"], "a whole number of tokens .*; works: global_batch_size=2Mit$"),
         (["global_batch_size=9999999999Git"], "a whole number of tokens from 1 to"),
-        (["batch_size_schedule=0:1Kt 1M:1000t"], '1Kt: .* of 256 tokens; works: .*="0:1024t 1M:1024t"$'),
-        (["batch_size_schedule=seesaw 1Kt 2", "train_samples=9999"], 'works: batch_size_schedule="seesaw 1024t 2"$'),
-        ([*PAIRS, "global_batch_size=768t"], "whole samples of 512 tokens; works: global_batch_size=(512|1024)t$"),
-        (["batch_size=4", "global_batch_size=2Mit"], "must not be stated beside batch_size=4, .* in prompts"),
+        (
+            ["batch_size_schedule=0:1Kt 1M:1000t"],
+            '1Kt: .* of 256 tokens; works: .*="0:1024t 1M:1024t"$',
+        ),
+        (
+            ["batch_size_schedule=seesaw 1Kt 2", "train_samples=9999"],
+            'works: batch_size_schedule="seesaw 1024t 2"$',
+        ),
+        (
+            [*PAIRS, "global_batch_size=768t"],
+            "whole samples of 512 tokens; works: global_batch_size=(512|1024)t$",
+        ),
+        (
+            ["batch_size=4", "global_batch_size=2Mit"],
+            "must not be stated beside batch_size=4, .* in prompts",
+        ),
         (["batch_size=2Mit"], "a whole number"),
     ],
 )
@@ -77,18 +118,26 @@ def test_what_devices_cannot_hold_is_answered_in_tokens() -> None:
 
 
 def test_a_pair_has_two_rows_of_tokens() -> None:
-    assert plan_of(*PAIRS, "global_batch_size=8Kit")["global_batch_size_to_train_on"] == 8 * 1024 // (2 * 256)
+    assert plan_of(*PAIRS, "global_batch_size=8Kit")[
+        "global_batch_size_to_train_on"
+    ] == 8 * 1024 // (2 * 256)
 
 
-def test_the_config_records_what_was_stated_and_the_length_is_the_resolved_one(tmp_path: Path) -> None:
+def test_the_config_records_what_was_stated_and_the_length_is_the_resolved_one(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "run.yml"
     file.write_text("max_target_length: 512\nglobal_batch_size: 64Kit\n")
     config = load_config(file, ["max_target_length=1024"])
     assert config.global_batch_size == "64Kit"
     assert BatchPlan.from_config(config, 1).global_batch_size_to_train_on == 64
-    again = load_config(overrides=[f"{name}={config[name]}" for name in ("max_target_length", "global_batch_size")])
+    again = load_config(
+        overrides=[f"{name}={config[name]}" for name in ("max_target_length", "global_batch_size")]
+    )
     assert again.global_batch_size == "64Kit"
-    assert load_config(global_batch_size="64Kit") == load_config(overrides=["global_batch_size=64Kit"])
+    assert load_config(global_batch_size="64Kit") == load_config(
+        overrides=["global_batch_size=64Kit"]
+    )
 
 
 def test_plan_prints_samples_and_tokens_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,10 +149,15 @@ def test_plan_prints_samples_and_tokens_of_every_stage(capsys: pytest.CaptureFix
     assert any("16,384" in line for line in table) and any("65,536" in line for line in table)
     assert main(["plan", schedule, "train_tokens=64Mi", "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
-    assert [(stage["global_batch_size"], stage["tokens_per_step"]) for stage in stages] == [(64, 2**14), (256, 2**16)]
+    assert [(stage["global_batch_size"], stage["tokens_per_step"]) for stage in stages] == [
+        (64, 2**14),
+        (256, 2**16),
+    ]
 
 
-def test_phases_of_levanter_are_answered_with_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_of_levanter_are_answered_with_a_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "levanter.yml"
     phases = "[{start: 0, value: 64}, {start: 1000, value: 128}, {start: 1500, value: 512}]"
     file.write_text(f"trainer:\n  train_batch_size: {phases}\n")

@@ -1,4 +1,6 @@
-"""The rows of docs/batch-size.md that count samples: emulated in a few lines, and planned as on the page."""
+"""The rows of docs/batch-size.md that count samples: emulated in a few lines, and planned as on the
+page.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,21 @@ def ddp_shuffled(batch_size: int, seeds: Sequence[int]) -> Update:
 
 def keras(batch_size: int, replicas: int) -> Update:
     """`experimental_distribute_dataset` re-batches a global batch into one of each replica."""
-    return [row for part in loader(batch_size // replicas, next(loader(batch_size, STREAM))) for row in part]
+    return [
+        row
+        for part in loader(batch_size // replicas, next(loader(batch_size, STREAM)))
+        for row in part
+    ]
 
 
 def passes(per_replica: int, micro: int, replicas: int) -> Update:
     own = [STREAM[r * per_replica : (r + 1) * per_replica] for r in range(replicas)]
-    return [row for rows in own for j in range(per_replica // micro) for row in rows[j * micro : (j + 1) * micro]]
+    return [
+        row
+        for rows in own
+        for j in range(per_replica // micro)
+        for row in rows[j * micro : (j + 1) * micro]
+    ]
 
 
 def megatron(micro: int, batch: int, replicas: int) -> Update:
@@ -105,4 +116,6 @@ def test_samples_per_node_are_printed() -> None:
 
 def test_a_rest_is_refused_not_dropped() -> None:
     with pytest.raises(ConfigError, match=r"works: global_batch_size=80$"):
-        BatchPlan.from_config(load_config(overrides=["global_batch_size=82", "per_device_batch_size=4"]), 8)
+        BatchPlan.from_config(
+            load_config(overrides=["global_batch_size=82", "per_device_batch_size=4"]), 8
+        )

@@ -46,4 +46,6 @@ def test_the_nearest_divisor_is_the_nearest(number: int, near: int, unit: int) -
     fitting = [d for d in range(unit, number + 1, unit) if number % d == 0]
     found = nearest_divisor(number, near, unit)
     assert found == min(fitting, key=lambda d: abs(d - near), default=None)
-    assert largest_divisor(number, near) == max((d for d in divisors(number) if d <= near), default=0)
+    assert largest_divisor(number, near) == max(
+        (d for d in divisors(number) if d <= near), default=0
+    )

@@ -1,4 +1,6 @@
-"""The batch in other frameworks' words: their arithmetic on the output of `plan --words` gives our batch."""
+"""The batch in other frameworks' words: their arithmetic on the output of `plan --words` gives our
+batch.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ MODEL = ("base_num_query_heads=12", "base_num_decoder_layers=12")
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[BatchPlan, int]:
-    """A plan that the devices can hold: any mesh, accumulation, pipeline, fractions, constant or ramped."""
-    fsdp, tensor, pipeline = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    """A plan that the devices can hold: any mesh, accumulation, pipeline, fractions, constant or
+    ramped.
+    """
+    fsdp, tensor, pipeline = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
     devices, parts = fsdp * tensor * pipeline, pipeline * draw(st.integers(1, 3))
     overrides = [
         *MODEL,
@@ -42,9 +50,16 @@ def plans(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     if stated == "schedule":
         thresholds = [0, *sorted(draw(st.sets(st.integers(1, 2000), max_size=3)))]
         pairs = [f"{t}:{fsdp * parts * draw(st.integers(1, 8))}" for t in thresholds]
-        overrides += [f"batch_size_schedule={' '.join(pairs)}", f"per_device_batch_size={per_device(3)}"]
+        overrides += [
+            f"batch_size_schedule={' '.join(pairs)}",
+            f"per_device_batch_size={per_device(3)}",
+        ]
     else:
-        start, rise, stages = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        start, rise, stages = (
+            draw(st.integers(1, 4)),
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 3)),
+        )
         overrides += [f"gradient_accumulation_steps={draw(st.integers(1, 3))}"]
         overrides += [f"per_device_batch_size={per_device(start + rise * stages)}"]
     if stated == "ramp":
@@ -82,7 +97,9 @@ def test_rows_times_passes_times_replicas_is_the_batch(planned: tuple[BatchPlan,
     assert (axolotl["micro_batch_size"], axolotl["gradient_accumulation_steps"]) == (rows, steps)
     keras = numbers(words["TensorFlow MirroredStrategy"].settings)
     assert int(keras["BATCH_SIZE_PER_REPLICA"]) * replicas == int(keras["GLOBAL_BATCH_SIZE"])
-    assert int(keras["GLOBAL_BATCH_SIZE"]) * int(keras.get("gradient_accumulation_steps", 1)) == batch
+    assert (
+        int(keras["GLOBAL_BATCH_SIZE"]) * int(keras.get("gradient_accumulation_steps", 1)) == batch
+    )
     ddp = words["PyTorch DDP"].settings
     passes = int(re.search(r"(\d+) x backward|$", ddp)[1] or 1)
     assert int(numbers(ddp)["batch_size"]) * passes * replicas == batch
@@ -95,7 +112,11 @@ def test_deepspeed_accepts_its_three_numbers(planned: tuple[BatchPlan, int]) -> 
     plan, _ = planned
     said = {name: int(value) for name, value in numbers(spoken(plan)["DeepSpeed"].settings).items()}
     micro, steps = said["train_micro_batch_size_per_gpu"], said["gradient_accumulation_steps"]
-    assert said["train_batch_size"] == micro * steps * plan.batch_shards == plan.global_batch_size_to_train_on
+    assert (
+        said["train_batch_size"]
+        == micro * steps * plan.batch_shards
+        == plan.global_batch_size_to_train_on
+    )
     assert steps % (plan.num_pipeline_microbatches if plan.num_pipeline_stages > 1 else 1) == 0
 
 
@@ -112,7 +133,9 @@ def test_megatron_runs_the_same_batch_at_every_sample(planned: tuple[BatchPlan, 
         return
     schedule = megatron_schedule(said["step-batch-size-schedule"], plan.max_target_length)
     assert [schedule(s) for s in range(3000)] == expected
-    if older := re.search(r"--rampup-batch-size (\d+) (\d+) (\d+) --global-batch-size (\d+)", words.ramp[-1]):
+    if older := re.search(
+        r"--rampup-batch-size (\d+) (\d+) (\d+) --global-batch-size (\d+)", words.ramp[-1]
+    ):
         ramp = megatron_rampup(*map(int, older.groups()))
         assert [ramp(s) for s in range(3000)] == expected
 
@@ -121,22 +144,31 @@ def test_megatron_runs_the_same_batch_at_every_sample(planned: tuple[BatchPlan, 
 def test_maxtext_computes_the_same_numbers_by_truncation(planned: tuple[BatchPlan, int]) -> None:
     plan, devices = planned
     words = spoken(plan)["MaxText"]
-    said = {name: float(value) for name, value in numbers(" ".join((words.settings, *words.ramp))).items()}
+    said = {
+        name: float(value)
+        for name, value in numbers(" ".join((words.settings, *words.ramp))).items()
+    }
     p, steps = said["per_device_batch_size"], int(said["gradient_accumulation_steps"])
     assert int(devices * p) * steps == plan.global_batch_size_to_train_on
     loads = int(devices * max(p, 1)) * steps
-    assert words.update.endswith(f"(loads {loads})") == (loads != plan.global_batch_size_to_train_on)
+    assert words.update.endswith(f"(loads {loads})") == (
+        loads != plan.global_batch_size_to_train_on
+    )
     if words.ramp:
         start, rise = said["per_device_batch_size_start"], said["per_device_batch_size_increment"]
         sizes = int(devices * start), int(devices * rise), int(devices * p)
-        there = maxtext_batches(*sizes, len(plan.stages) - 1, said["global_rampup_samples"], updates=200)
+        there = maxtext_batches(
+            *sizes, len(plan.stages) - 1, said["global_rampup_samples"], updates=200
+        )
         here = [plan.manager.batch_size_at(plan.manager.position_after(k)) for k in range(200)]
         assert there == here
 
 
 @pytest.mark.runs
 @given(plans())
-def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(planned: tuple[BatchPlan, int]) -> None:
+def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(
+    planned: tuple[BatchPlan, int],
+) -> None:
     plan, devices = planned
     words = spoken(plan)["maxbatch"]
     mesh = [f"ici_{axis}_parallelism={plan.mesh.sizes[axis]}" for axis in ("tensor", "pipeline")]
@@ -154,8 +186,16 @@ def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(pl
 
 
 def test_there_are_examples_and_they_cover_layout_fraction_ramp_and_pipeline() -> None:
-    commands = " ".join(" ".join(command.arguments) for command in commands_of("docs/batch-size.md"))
-    for part in ("--layout", "per_device_batch_size=0.25", "rampup", "num_pipeline_microbatches", "--words"):
+    commands = " ".join(
+        " ".join(command.arguments) for command in commands_of("docs/batch-size.md")
+    )
+    for part in (
+        "--layout",
+        "per_device_batch_size=0.25",
+        "rampup",
+        "num_pipeline_microbatches",
+        "--words",
+    ):
         assert part in commands
 
 

@@ -1,4 +1,6 @@
-"""The meshes as numbers: axis sizes multiply to the devices, an error names sizes that do, RL shares devices out."""
+"""The meshes as numbers: axis sizes multiply to the devices, an error names sizes that do, RL
+shares devices out.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,26 @@ def shape(num_devices: int, num_slices: int = 1, **sizes: int) -> MeshShape:
 
 def test_by_default_all_devices_split_parameters_and_batch() -> None:
     mesh = shape(10240)
-    assert mesh.sizes == {"data": 1, "fsdp": 10240, "expert": 1, "tensor": 1, "context": 1, "pipeline": 1}
+    assert mesh.sizes == {
+        "data": 1,
+        "fsdp": 10240,
+        "expert": 1,
+        "tensor": 1,
+        "context": 1,
+        "pipeline": 1,
+    }
     assert tuple(mesh.sizes) == AXES
     assert (mesh.batch_shards, mesh.num_pipeline_stages) == (10240, 1)
 
 
 def test_minus_one_is_the_rest_and_slices_multiply_the_axes() -> None:
     mesh = shape(
-        64, 2, dcn_data_parallelism=-1, ici_tensor_parallelism=4, ici_pipeline_parallelism=2, ici_data_parallelism=2
+        64,
+        2,
+        dcn_data_parallelism=-1,
+        ici_tensor_parallelism=4,
+        ici_pipeline_parallelism=2,
+        ici_data_parallelism=2,
     )
     assert mesh.ici == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 4, "context": 1, "pipeline": 2}
     assert mesh.dcn["data"] == 2 and mesh.sizes["data"] == 4
@@ -83,15 +97,31 @@ def test_fractions_give_each_side_its_devices_and_their_slices() -> None:
     assert (one.training.num_devices, one.sampling.num_devices) == (6, 2)
     # Of 4 slices of 2 devices, 3 train and 1 samples.
     four = meshes(8, 4, *apart("0.75", "0.25"), "dcn_data_parallelism=-1")
-    assert (four.training.num_slices, four.training.dcn["data"], four.training.ici["fsdp"]) == (3, 3, 2)
+    assert (four.training.num_slices, four.training.dcn["data"], four.training.ici["fsdp"]) == (
+        3,
+        3,
+        2,
+    )
     assert (four.sampling.num_slices, four.sampling.num_devices) == (1, 2)
 
 
-def test_of_several_hosts_each_shares_out_its_own_devices_so_that_both_sides_span_the_slices() -> None:
+def test_of_several_hosts_each_shares_out_its_own_devices_so_that_both_sides_span_the_slices() -> (
+    None
+):
     two = meshes(16, 2, *apart("0.75", "0.25"), "dcn_data_parallelism=-1", num_hosts=4)
-    assert (two.training.num_slices, two.training.dcn["data"], two.training.ici["fsdp"]) == (2, 2, 6)
-    assert (two.sampling.num_slices, two.sampling.dcn["data"], two.sampling.ici["fsdp"]) == (2, 2, 2)
-    with pytest.raises(ConfigError, match=r"x 2 devices of each host = 1.5 must .* trainer_devices_fraction=0.5$"):
+    assert (two.training.num_slices, two.training.dcn["data"], two.training.ici["fsdp"]) == (
+        2,
+        2,
+        6,
+    )
+    assert (two.sampling.num_slices, two.sampling.dcn["data"], two.sampling.ici["fsdp"]) == (
+        2,
+        2,
+        2,
+    )
+    with pytest.raises(
+        ConfigError, match=r"x 2 devices of each host = 1.5 must .* trainer_devices_fraction=0.5$"
+    ):
         meshes(8, 1, *apart("0.75", "0.25"), num_hosts=4)
     with pytest.raises(ConfigError, match="since the one device of each host trains and samples"):
         meshes(4, 1, *apart("0.5", "0.5"), num_hosts=4)
@@ -103,15 +133,35 @@ def test_of_several_hosts_each_shares_out_its_own_devices_so_that_both_sides_spa
     ("num_devices", "num_slices", "fractions", "said"),
     [
         (1, 1, ("0.5", "0.5"), "works: trainer_devices_fraction=1 sampler_devices_fraction=1"),
-        (4, 1, ("1/3", "0.5"), "= 4/3 must be a whole number that leaves devices to the others; works: "
-                               "trainer_devices_fraction=0.25"),
-        (4, 1, ("1", "0.5"), "trainer_devices_fraction=1: x 4 devices = 4 must be .*; works: "
-                             "trainer_devices_fraction=0.5"),
-        (8, 2, ("0.75", "0.25"), "= 6 must be a whole number, or of slices of 4, that leaves .*; works: "
-                                 "trainer_devices_fraction=0.5"),
-        (4, 1, ("0.75", "0.5"), "with trainer_devices_fraction=0.75 must be at most 1 together.*=0.25$"),
+        (
+            4,
+            1,
+            ("1/3", "0.5"),
+            "= 4/3 must be a whole number that leaves devices to the others; works: "
+            "trainer_devices_fraction=0.25",
+        ),
+        (
+            4,
+            1,
+            ("1", "0.5"),
+            "trainer_devices_fraction=1: x 4 devices = 4 must be .*; works: "
+            "trainer_devices_fraction=0.5",
+        ),
+        (
+            8,
+            2,
+            ("0.75", "0.25"),
+            "= 6 must be a whole number, or of slices of 4, that leaves .*; works: "
+            "trainer_devices_fraction=0.5",
+        ),
+        (
+            4,
+            1,
+            ("0.75", "0.5"),
+            "with trainer_devices_fraction=0.75 must be at most 1 together.*=0.25$",
+        ),
     ],
-)  # fmt: skip
+)
 def test_devices_that_cannot_be_shared_out_are_refused(
     num_devices: int, num_slices: int, fractions: tuple[str, str], said: str
 ) -> None:
@@ -123,9 +173,19 @@ def test_devices_that_cannot_be_shared_out_are_refused(
     ("num_devices", "num_slices", "stated", "sizes"),
     [
         (4, 1, ("rollout_tensor_parallelism=2",), (2, 2)),
-        (4, 1, ("rollout_data_parallelism=1", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"), (1, 4)),
+        (
+            4,
+            1,
+            ("rollout_data_parallelism=1", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"),
+            (1, 4),
+        ),
         (8, 2, ("rollout_tensor_parallelism=2", "dcn_data_parallelism=-1"), (4, 2)),
-        (8, 2, (*apart("0.5", "0.5"), "rollout_data_parallelism=2", "rollout_tensor_parallelism=2"), (2, 2)),
+        (
+            8,
+            2,
+            (*apart("0.5", "0.5"), "rollout_data_parallelism=2", "rollout_tensor_parallelism=2"),
+            (2, 2),
+        ),
     ],
 )
 def test_the_devices_that_sample_are_copies_of_the_weights_times_the_devices_of_a_copy(
@@ -134,24 +194,46 @@ def test_the_devices_that_sample_are_copies_of_the_weights_times_the_devices_of_
     found = meshes(num_devices, num_slices, *stated)
     assert (found.sampling.sizes["data"], found.sampling.sizes["tensor"]) == sizes
     assert found.sampling.num_devices == math.prod(sizes)
-    assert found.training == meshes(num_devices, num_slices, *(s for s in stated if "rollout" not in s)).training
-    BatchPlan.from_config(load_config(overrides=["batch_size=8", *stated]), num_devices, num_slices=num_slices)
+    assert (
+        found.training
+        == meshes(num_devices, num_slices, *(s for s in stated if "rollout" not in s)).training
+    )
+    BatchPlan.from_config(
+        load_config(overrides=["batch_size=8", *stated]), num_devices, num_slices=num_slices
+    )
 
 
 @pytest.mark.parametrize(
     ("num_slices", "stated", "said"),
     [
-        (1, "rollout_tensor_parallelism=3", "x rollout_data_parallelism must be the 8 devices that sample; works: "
-                                            "rollout_tensor_parallelism=[24]$"),
-        (1, "rollout_data_parallelism=4 rollout_tensor_parallelism=4", "rollout_data_parallelism=4: x "
-         "rollout_tensor_parallelism=4 must be the 8 .*; works: rollout_data_parallelism=2$"),
-        (1, "rollout_data_parallelism=1", "the 8 devices that share a copy .* must divide base_num_query_heads=4; "
-                                          "works: rollout_data_parallelism=2$"),
-        (2, "rollout_tensor_parallelism=8 dcn_data_parallelism=-1", "a copy of the weights within a slice of 4; "
-                                                                    "works: rollout_tensor_parallelism=4$"),
+        (
+            1,
+            "rollout_tensor_parallelism=3",
+            "x rollout_data_parallelism must be the 8 devices that sample; works: "
+            "rollout_tensor_parallelism=[24]$",
+        ),
+        (
+            1,
+            "rollout_data_parallelism=4 rollout_tensor_parallelism=4",
+            "rollout_data_parallelism=4: x "
+            "rollout_tensor_parallelism=4 must be the 8 .*; works: rollout_data_parallelism=2$",
+        ),
+        (
+            1,
+            "rollout_data_parallelism=1",
+            "the 8 devices that share a copy .* must divide base_num_query_heads=4; "
+            "works: rollout_data_parallelism=2$",
+        ),
+        (
+            2,
+            "rollout_tensor_parallelism=8 dcn_data_parallelism=-1",
+            "a copy of the weights within a slice of 4; works: rollout_tensor_parallelism=4$",
+        ),
     ],
-)  # fmt: skip
-def test_a_mesh_that_samples_and_does_not_fit_is_refused(num_slices: int, stated: str, said: str) -> None:
+)
+def test_a_mesh_that_samples_and_does_not_fit_is_refused(
+    num_slices: int, stated: str, said: str
+) -> None:
     overrides = ["batch_size=8", "base_num_query_heads=4", "base_num_kv_heads=4", *stated.split()]
     with pytest.raises(ConfigError, match=said):
         BatchPlan.from_config(load_config(overrides=overrides), 8, num_slices=num_slices)

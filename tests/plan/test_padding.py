@@ -13,13 +13,22 @@ from maxbatch.cli import main
 
 
 def padded(*overrides: str, devices: int) -> BatchPlan:
-    return BatchPlan.from_config(load_config(overrides=["batch_padding=true", *overrides]), num_devices=devices)
+    return BatchPlan.from_config(
+        load_config(overrides=["batch_padding=true", *overrides]), num_devices=devices
+    )
 
 
 @given(st.integers(1, 100), st.integers(1, 12), st.integers(1, 6), st.sampled_from((1, 2, 3)))
-def test_passes_and_rows_are_the_fewest_that_hold_the_batch(batch: int, devices: int, rows: int, parts: int) -> None:
+def test_passes_and_rows_are_the_fewest_that_hold_the_batch(
+    batch: int, devices: int, rows: int, parts: int
+) -> None:
     pipeline = f"num_pipeline_microbatches={parts}"
-    plan = padded(f"global_batch_size={batch}", f"per_device_batch_size={rows * parts}", pipeline, devices=devices)
+    plan = padded(
+        f"global_batch_size={batch}",
+        f"per_device_batch_size={rows * parts}",
+        pipeline,
+        devices=devices,
+    )
     unit = devices * parts
     held = [
         (passes, units * unit)
@@ -56,7 +65,13 @@ def test_plan_prints_what_padding_wastes(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_ramp_of_which_an_earlier_stage_is_padded_shows_it_and_no_words_of_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stated = ["batch_size_schedule=0:8 800:18", "per_device_batch_size=2", "train_samples=9000", "--devices", "3"]
+    stated = [
+        "batch_size_schedule=0:8 800:18",
+        "per_device_batch_size=2",
+        "train_samples=9000",
+        "--devices",
+        "3",
+    ]
     assert main(["plan", "batch_padding=true", *stated, "--words"]) == 0
     out = capsys.readouterr().out
     assert "padded" in out and "batch_padding=true" in out and "DeepSpeed" not in out

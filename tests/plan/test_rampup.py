@@ -1,4 +1,6 @@
-"""The manager against a walk step by step: batch at a position, positions, steps, stages, totals, resumes."""
+"""The manager against a walk step by step: batch at a position, positions, steps, stages, totals,
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Statement:
     batches: tuple[int, ...]
 
     def batch_at(self, samples_seen: int) -> int:
-        return [b for t, b in zip(self.thresholds, self.batches, strict=True) if t <= samples_seen][-1]
+        return [b for t, b in zip(self.thresholds, self.batches, strict=True) if t <= samples_seen][
+            -1
+        ]
 
 
 @st.composite
@@ -65,28 +69,45 @@ def schedules(draw: st.DrawFn) -> Statement:
     in_tokens = draw(st.booleans())
     words = [f"{t}t" if in_tokens else f"{t}" for t in thresholds]
     schedule = " ".join(f"{w}:{b}" for w, b in zip(words, batches, strict=True))
-    overrides = (f"batch_size_schedule={schedule}", f"per_device_batch_size={draw(st.integers(1, 9))}")
+    overrides = (
+        f"batch_size_schedule={schedule}",
+        f"per_device_batch_size={draw(st.integers(1, 9))}",
+    )
     scale = Fraction(1, 16) if in_tokens else Fraction(1)
     return Statement(
-        (*overrides, "max_target_length=16"), num_devices, tuple(t * scale for t in thresholds), tuple(batches)
+        (*overrides, "max_target_length=16"),
+        num_devices,
+        tuple(t * scale for t in thresholds),
+        tuple(batches),
     )
 
 
 @st.composite
 def constants(draw: st.DrawFn) -> Statement:
-    num_devices, rows, g = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    num_devices, rows, g = (
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 5)),
+    )
     batch = num_devices * rows * g
-    stated = f"global_batch_size={batch}" if draw(st.booleans()) else f"gradient_accumulation_steps={g}"
-    return Statement((stated, f"per_device_batch_size={rows}"), num_devices, (Fraction(0),), (batch,))
+    stated = (
+        f"global_batch_size={batch}" if draw(st.booleans()) else f"gradient_accumulation_steps={g}"
+    )
+    return Statement(
+        (stated, f"per_device_batch_size={rows}"), num_devices, (Fraction(0),), (batch,)
+    )
 
 
 statements = st.one_of(ramps(), schedules(), constants())
 lengths = st.one_of(
-    st.tuples(st.just("steps"), st.integers(1, 60)), st.tuples(st.just("train_samples"), st.integers(1, 1500))
+    st.tuples(st.just("steps"), st.integers(1, 60)),
+    st.tuples(st.just("train_samples"), st.integers(1, 1500)),
 )
 
 
-def walk(said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0) -> Iterator[tuple[int, int, int]]:
+def walk(
+    said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0
+) -> Iterator[tuple[int, int, int]]:
     """Yield (step, samples_seen, rows) of every update that is left, one by one."""
     key, value = length
     while (step < value) if key == "steps" else (seen < value):
@@ -96,12 +117,16 @@ def walk(said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0)
         step, seen = step + 1, seen + rows
 
 
-def at_anchor(config: Config, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any) -> RampupBatchManager:
+def at_anchor(
+    config: Config, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any
+) -> RampupBatchManager:
     state = {"step": anchor[0], "samples_seen": anchor[1]}
     return RampupBatchManager.from_state(config, state, num_devices, **keywords)
 
 
-def manager_of(said: Statement, length: tuple[str, int], anchor: tuple[int, int] = (0, 0)) -> RampupBatchManager:
+def manager_of(
+    said: Statement, length: tuple[str, int], anchor: tuple[int, int] = (0, 0)
+) -> RampupBatchManager:
     config = load_config(overrides=[*said.overrides, f"{length[0]}={length[1]}"])
     return at_anchor(config, anchor, said.num_devices)
 
@@ -113,7 +138,11 @@ def test_the_closed_form_is_the_walk(said: Statement, length: tuple[str, int]) -
     in_stage = [[0, 0] for _ in manager.stages]
     for step, seen, rows in updates:
         stage = manager.stage_at(seen)
-        assert manager.batch_size_at(seen) == manager.stages[stage].global_batch_size == said.batch_at(seen)
+        assert (
+            manager.batch_size_at(seen)
+            == manager.stages[stage].global_batch_size
+            == said.batch_at(seen)
+        )
         assert manager.rows_at(seen) == rows
         assert manager.position_after(step) == seen
         assert manager.step_at(seen) == manager.step_at(seen + rows - 1) == step
@@ -126,7 +155,9 @@ def test_the_closed_form_is_the_walk(said: Statement, length: tuple[str, int]) -
 
 
 @given(statements, lengths, st.integers(0, 80))
-def test_the_planned_steps_are_the_walk(said: Statement, length: tuple[str, int], done: int) -> None:
+def test_the_planned_steps_are_the_walk(
+    said: Statement, length: tuple[str, int], done: int
+) -> None:
     manager = manager_of(said, length)
     updates = list(walk(said, length))
     planned = list(manager.steps_from(done))
@@ -134,11 +165,16 @@ def test_the_planned_steps_are_the_walk(said: Statement, length: tuple[str, int]
     for update in planned:
         assert update.end_sample == update.first_sample + update.num_rows
         assert update.stage == manager.stage_at(update.first_sample)
-        assert manager.state_at(update.step) == {"step": update.step, "samples_seen": update.end_sample}
+        assert manager.state_at(update.step) == {
+            "step": update.step,
+            "samples_seen": update.end_sample,
+        }
 
 
 @given(statements, lengths)
-def test_stages_begin_at_the_first_step_at_or_after_their_threshold(said: Statement, length: tuple[str, int]) -> None:
+def test_stages_begin_at_the_first_step_at_or_after_their_threshold(
+    said: Statement, length: tuple[str, int]
+) -> None:
     manager = manager_of(said, length)
     endless = walk(said, ("steps", 10**9))
     step, seen, _ = next(endless)
@@ -149,7 +185,9 @@ def test_stages_begin_at_the_first_step_at_or_after_their_threshold(said: Statem
 
 
 @given(statements, lengths, st.integers(0, 80))
-def test_a_resume_where_the_plan_led_changes_nothing(said: Statement, length: tuple[str, int], step: int) -> None:
+def test_a_resume_where_the_plan_led_changes_nothing(
+    said: Statement, length: tuple[str, int], step: int
+) -> None:
     manager = manager_of(said, length)
     assert manager.total_steps is not None
     state = json.loads(json.dumps(manager.state_at(min(step, manager.total_steps))))
@@ -157,7 +195,9 @@ def test_a_resume_where_the_plan_led_changes_nothing(said: Statement, length: tu
     resumed = RampupBatchManager.from_state(config, state, said.num_devices)
     assert (resumed.stages, resumed.total_steps) == (manager.stages, manager.total_steps)
     assert resumed.total_samples == manager.total_samples
-    assert [resumed.position_after(k) for k in range(20)] == [manager.position_after(k) for k in range(20)]
+    assert [resumed.position_after(k) for k in range(20)] == [
+        manager.position_after(k) for k in range(20)
+    ]
 
 
 @given(statements, lengths, st.integers(0, 40), st.integers(0, 900))
@@ -183,10 +223,17 @@ def test_a_resume_from_elsewhere_goes_on_from_that_pair(
 
 
 def test_megatrons_rule_by_hand() -> None:
-    """4, 8, 12, 16 rows on 2 devices with g = 3: 24, 48, 72, 96 from 0, 100/3, 200/3 and 100 samples on."""
+    """4, 8, 12, 16 rows on 2 devices with g = 3: 24, 48, 72, 96 from 0, 100/3, 200/3 and 100
+    samples on.
+    """
     overrides = [*RAMP, "global_rampup_samples=100", "gradient_accumulation_steps=3", "steps=10"]
     manager = RampupBatchManager.from_config(load_config(overrides=overrides), 2)
-    assert [stage.threshold for stage in manager.stages] == [0, Fraction(100, 3), Fraction(200, 3), 100]
+    assert [stage.threshold for stage in manager.stages] == [
+        0,
+        Fraction(100, 3),
+        Fraction(200, 3),
+        100,
+    ]
     positions = [0, 24, 48, 96, 168, 264]
     assert [manager.position_after(k) for k in range(6)] == positions
     assert [manager.batch_size_at(s) for s in positions] == [24, 24, 48, 72, 96, 96]
@@ -199,13 +246,19 @@ def test_a_step_may_jump_over_a_stage() -> None:
     config = load_config(overrides=["batch_size_schedule=0:8 2:16 4:32", "steps=3"])
     stages = RampupBatchManager.from_config(config).stages
     assert [(s.first_step, s.num_steps, s.first_sample, s.num_samples) for s in stages] == [
-        (0, 1, 0, 8), (1, 0, 8, 0), (1, 2, 8, 64),
-    ]  # fmt: skip
+        (0, 1, 0, 8),
+        (1, 0, 8, 0),
+        (1, 2, 8, 64),
+    ]
 
 
 def test_a_tenth_is_a_tenth() -> None:
     overrides = [*RAMP, "per_device_batch_size_start=0.1", "per_device_batch_size_increment=0.1"]
-    overrides += ["per_device_batch_size=0.3", "ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1"]
+    overrides += [
+        "per_device_batch_size=0.3",
+        "ici_fsdp_parallelism=1",
+        "ici_tensor_parallelism=-1",
+    ]
     manager = RampupBatchManager.from_config(load_config(overrides=overrides), 10)
     assert [stage.global_batch_size for stage in manager.stages] == [1, 2, 3]
     assert [stage.per_device_batch_size for stage in manager.stages] == [0.1, 0.2, 0.3]
@@ -213,7 +266,9 @@ def test_a_tenth_is_a_tenth() -> None:
 
 @pytest.mark.parametrize("reference", [None, 96])
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("linear", 1), ("sqrt", 0.5)])
-def test_the_rate_scale_follows_the_batch(scaling: str, power: float, reference: int | None) -> None:
+def test_the_rate_scale_follows_the_batch(
+    scaling: str, power: float, reference: int | None
+) -> None:
     overrides = [*RAMP, f"learning_rate_scaling={scaling}"]
     overrides += [f"reference_batch_size={reference}"] if reference else []
     stages = RampupBatchManager.from_config(load_config(overrides=overrides), 2).stages
@@ -224,7 +279,12 @@ def test_the_rate_scale_follows_the_batch(scaling: str, power: float, reference:
 # --- the cut ------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 400), st.fractions(Fraction(1, 4), 40), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
+@given(
+    st.integers(1, 400),
+    st.fractions(Fraction(1, 4), 40),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2]),
+)
 def test_the_micro_batch_is_the_largest_that_fits_and_divides(
     units: int, cap: Fraction, num_devices: int, tensor: int
 ) -> None:
@@ -232,12 +292,20 @@ def test_the_micro_batch_is_the_largest_that_fits_and_divides(
     shards = num_devices // tensor
     batch = units * shards
     assume(cap * num_devices >= shards)
-    overrides = [f"global_batch_size={batch}", f"per_device_batch_size={cap}", f"ici_tensor_parallelism={tensor}"]
+    overrides = [
+        f"global_batch_size={batch}",
+        f"per_device_batch_size={cap}",
+        f"ici_tensor_parallelism={tensor}",
+    ]
     stage = RampupBatchManager.from_config(load_config(overrides=overrides), num_devices).stages[0]
-    fitting = [m for m in range(shards, batch + 1, shards) if batch % m == 0 and m <= cap * num_devices]
+    fitting = [
+        m for m in range(shards, batch + 1, shards) if batch % m == 0 and m <= cap * num_devices
+    ]
     assert stage.micro_batch_size_to_train_on == max(fitting)
     assert stage.gradient_accumulation_steps * max(fitting) == stage.global_batch_size == batch
-    assert Fraction(str(stage.per_device_batch_size)) * num_devices == max(fitting) or num_devices not in (1, 2, 4, 8)
+    assert Fraction(str(stage.per_device_batch_size)) * num_devices == max(
+        fitting
+    ) or num_devices not in (1, 2, 4, 8)
 
 
 def test_stages_behind_a_resume_need_not_fit_and_those_ahead_must() -> None:
@@ -253,8 +321,15 @@ def test_stages_behind_a_resume_need_not_fit_and_those_ahead_must() -> None:
 def test_a_ramp_of_rows_per_device_resumes_on_other_devices() -> None:
     overrides = [*RAMP, "per_device_batch_size_start=1/4", "per_device_batch_size_increment=1/4"]
     overrides += ["per_device_batch_size=1", "global_rampup_samples=30", "ici_fsdp_parallelism=1"]
-    config = load_config(overrides=[*overrides, "ici_data_parallelism=1", "ici_tensor_parallelism=-1"])
-    assert [s.global_batch_size for s in RampupBatchManager.from_config(config, 4).stages] == [1, 2, 3, 4]
+    config = load_config(
+        overrides=[*overrides, "ici_data_parallelism=1", "ici_tensor_parallelism=-1"]
+    )
+    assert [s.global_batch_size for s in RampupBatchManager.from_config(config, 4).stages] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     with pytest.raises(ConfigError, match="stage 0"):
         RampupBatchManager.from_config(config, 2)
     resumed = at_anchor(config, (25, 31), 2)
@@ -279,7 +354,9 @@ def test_a_ramp_of_rows_per_device_resumes_on_other_devices() -> None:
 def test_a_length_in_data_is_met_exactly(
     length: str, samples_per_epoch: int | None, total: tuple[int | None, int | None]
 ) -> None:
-    manager = RampupBatchManager.from_config(load_config(overrides=[length]), samples_per_epoch=samples_per_epoch)
+    manager = RampupBatchManager.from_config(
+        load_config(overrides=[length]), samples_per_epoch=samples_per_epoch
+    )
     assert (manager.total_steps, manager.total_samples) == total
     stage = manager.stages[0]
     assert (stage.num_steps, stage.num_samples) == total
@@ -334,8 +411,15 @@ def test_many_stages_and_trillions_of_samples_take_no_time() -> None:
 
 
 def test_a_batch_that_leaves_adam_no_beta_is_refused_with_a_reference_that_does() -> None:
-    sde = ["adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.9", "batch_size_schedule=0:64 1000:640"]
-    with pytest.raises(ConfigError, match=r"adam_b1=0.9.*works: reference_batch_size=65$") as caught:
+    sde = [
+        "adam_scaling=sde",
+        "learning_rate_scaling=sqrt",
+        "adam_b1=0.9",
+        "batch_size_schedule=0:64 1000:640",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"adam_b1=0.9.*works: reference_batch_size=65$"
+    ) as caught:
         RampupBatchManager.from_config(load_config(overrides=[*sde, "reference_batch_size=64"]))
     works = str(caught.value).partition("works: ")[2]
     RampupBatchManager.from_config(load_config(overrides=[*sde, works]))

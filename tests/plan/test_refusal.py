@@ -40,7 +40,14 @@ def test_a_rule_that_nothing_keeps_names_what_was_tried_first() -> None:
 
 
 def test_values_are_texts_of_overrides_and_short() -> None:
-    works = {"a": None, "b": True, "c": "0:8 10:16", "d": Fraction(1, 3), "e": Fraction(1, 4), "f": Fraction(8)}
+    works = {
+        "a": None,
+        "b": True,
+        "c": "0:8 10:16",
+        "d": Fraction(1, 3),
+        "e": Fraction(1, 4),
+        "f": Fraction(8),
+    }
     refusal = Refusal({"x": "y " * 100}, "x", "must be short", works)
     assert str(refusal).endswith('works: a=null b=true c="0:8 10:16" d=1/3 e=0.25 f=8')
     assert len(stated({"x": "y " * 100}, "x")) == 82

@@ -1,4 +1,6 @@
-"""The batch of reinforcement learning: one vocabulary of prompts, pairs and chunks, checked before anything runs."""
+"""The batch of reinforcement learning: one vocabulary of prompts, pairs and chunks, checked before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
         (
             ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25", "batch_size=6"),
             8,
-            {"num_trainer_devices": 6, "num_sampler_devices": 2, "batch_shards": 6, "micro_batch_size": 24},
+            {
+                "num_trainer_devices": 6,
+                "num_sampler_devices": 2,
+                "batch_shards": 6,
+                "micro_batch_size": 24,
+            },
         ),
         (("num_iterations=2", "steps=10"), 1, {"total_steps": 10, "total_samples": 40}),
         (("train_samples=20",), 1, {"total_steps": 3, "total_samples": 20}),
@@ -51,13 +58,26 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
                 "tokens_per_step": 160,
             },
         ),
-        (("num_minibatches=4", "train_samples=20"), 2, {"total_steps": 12, "train_micro_batch_size": 2}),
+        (
+            ("num_minibatches=4", "train_samples=20"),
+            2,
+            {"total_steps": 12, "train_micro_batch_size": 2},
+        ),
         (
             ("batch_padding=true", "batch_size=6", "micro_batch_size=20"),
             5,
-            {"micro_batch_size": 15, "num_micro_batches": 2, "padded_slots_per_step": 6, "padded_share": 0.2},
+            {
+                "micro_batch_size": 15,
+                "num_micro_batches": 2,
+                "padded_slots_per_step": 6,
+                "padded_share": 0.2,
+            },
         ),
-        (("filter_groups=true", "steps=6"), 1, {"total_samples": None, "max_prompts_per_batch": 32}),
+        (
+            ("filter_groups=true", "steps=6"),
+            1,
+            {"total_samples": None, "max_prompts_per_batch": 32},
+        ),
     ],
 )
 def test_every_number_of_the_batch_is_planned(
@@ -81,7 +101,10 @@ def test_every_number_of_the_batch_is_planned(
         ("train_micro_batch_size=3", "train_micro_batch_size=2"),
         ("rollout_micro_batch_size=16", "rollout_micro_batch_size=8"),
         ("per_device_batch_size=4", "batch_size=null, or per_device_batch_size left out"),
-        ("gradient_accumulation_steps=2", "batch_size=null, or gradient_accumulation_steps left out"),
+        (
+            "gradient_accumulation_steps=2",
+            "batch_size=null, or gradient_accumulation_steps left out",
+        ),
         ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
         ("train_tokens=100", "train_tokens=null"),
         ("max_prefill_predict_length=20", "max_target_length=40"),
@@ -100,15 +123,20 @@ def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
     override: str, works: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", RL, *BATCH, *override.split()]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")]
-    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0], lines
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")
+    ]
+    assert (
+        len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0]
+    ), lines
 
 
 def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch_size=4: .* works: micro_batch_size=8"):
         plan("micro_batch_size=4", devices=8)
     too_many = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5")
-    works = "sampler_devices_fraction=0.25 batch_size=9"  # 8 x 4 pairs are not divisible by 6 devices
+    # 8 x 4 pairs are not divisible by 6 devices
+    works = "sampler_devices_fraction=0.25 batch_size=9"
     with pytest.raises(ConfigError, match=rf"sampler_devices_fraction=0.5.* works: {works}$"):
         plan(*too_many, devices=8)
     plan(*too_many, *works.split(), devices=8)
@@ -123,8 +151,11 @@ def test_a_position_counts_prompts_and_moves_after_the_last_update_of_a_batch() 
     assert RampupBatchManager.from_state(config, manager.state_at(6)).total_steps == 9
     planned = list(manager.steps_from(2))
     assert [(p.step, p.first_sample, p.end_sample) for p in planned[:4]] == [
-        (3, 0, 8), (4, 8, 8), (5, 8, 8), (6, 8, 16),
-    ]  # fmt: skip
+        (3, 0, 8),
+        (4, 8, 8),
+        (5, 8, 8),
+        (6, 8, 16),
+    ]
     assert {p.num_rows for p in planned} == {32} and len(planned) == 7
 
 
@@ -150,7 +181,9 @@ def test_keys_of_pairs_that_would_do_nothing_are_refused(
     (tmp_path / "pairs.yml").write_text(f"{name}: {value}\n")
     assert main(["plan", str(tmp_path / "pairs.yml")]) == 2
     assert main(["plan", str(tmp_path / "pairs.yml"), *error.partition("works: ")[2].split()]) == 0
-    assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, "what rl.yml says is left, and said to be"
+    assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, (
+        "what rl.yml says is left, and said to be"
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,14 +204,22 @@ def test_plan_refuses_what_rl_refuses_before_it_reads_a_file(
     assert works in error and error.count("\n") == 1
 
 
-def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "rl", "--devices", "4", "--hosts", "2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["num_hosts"] == 2 and planned["num_trainer_devices"] == planned["num_sampler_devices"] == 4
+    assert (
+        planned["num_hosts"] == 2
+        and planned["num_trainer_devices"] == planned["num_sampler_devices"] == 4
+    )
     assert planned["rows_per_loading_host"] == planned["batch_size"], "every host reads all prompts"
     apart = ["trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25"]
     errors = []
-    for command, devices, hosts in (("plan", "--devices", "--hosts"), ("rl", "--simulate-devices", "--simulate-hosts")):
+    for command, devices, hosts in (
+        ("plan", "--devices", "--hosts"),
+        ("rl", "--simulate-devices", "--simulate-hosts"),
+    ):
         assert main([command, RL, *apart, devices, "4", hosts, "2"]) == 2
         errors.append(capsys.readouterr().err)
     assert errors[0] == errors[1] and errors[0].count("\n") == 1
@@ -186,33 +227,61 @@ def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(capsys: pytest.Captu
     assert rule in errors[0] and errors[0].endswith(
         "works: trainer_devices_fraction=0.5 sampler_devices_fraction=0.5\n"
     )
-    assert main(["plan", RL, *apart, "batch_padding=true", "--devices", "8", "--hosts", "2", "--json"]) == 0
+    assert (
+        main(["plan", RL, *apart, "batch_padding=true", "--devices", "8", "--hosts", "2", "--json"])
+        == 0
+    )
     planned = json.loads(capsys.readouterr().out)
     assert (planned["num_trainer_devices"], planned["num_sampler_devices"]) == (6, 2)
 
 
-def test_only_an_override_of_a_config_of_pretraining_is_noted_as_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_an_override_of_a_config_of_pretraining_is_noted_as_prompts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "rl", "batch_size=1", "--devices", "1"]) == 0
     assert "pre-training" not in capsys.readouterr().err
     assert main(["plan", "batch_size=1", "--devices", "1"]) == 0
-    assert "the batch of pre-training is global_batch_size=1 (of all devices), " in capsys.readouterr().err
+    assert (
+        "the batch of pre-training is global_batch_size=1 (of all devices), "
+        in capsys.readouterr().err
+    )
 
 
-def test_a_batch_of_prompts_is_told_in_the_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "rl", "batch_size=16", "num_generations=4", "micro_batch_size=32", "num_iterations=2", "steps=8"]
+def test_a_batch_of_prompts_is_told_in_the_words_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = [
+        "plan",
+        "rl",
+        "batch_size=16",
+        "num_generations=4",
+        "micro_batch_size=32",
+        "num_iterations=2",
+        "steps=8",
+    ]
     assert main([*line, "--devices", "4", "--words"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     # 8 rows x 4 replicas x 2 passes = 64 pairs
-    assert "per_device_train_batch_size=8 gradient_accumulation_steps=2 num_generations=4 num_iterations=2" in said
+    assert (
+        "per_device_train_batch_size=8 gradient_accumulation_steps=2 num_generations=4 "
+        "num_iterations=2" in said
+    )
     assert "data.train_batch_size=16 actor_rollout_ref.rollout.n=4" in said
-    assert "ppo_mini_batch_size=16" in said and "ppo_micro_batch_size_per_gpu=8" in said and "ppo_epochs=2" in said
+    assert (
+        "ppo_mini_batch_size=16" in said
+        and "ppo_micro_batch_size_per_gpu=8" in said
+        and "ppo_epochs=2" in said
+    )
     assert "train_micro_batch_size=8 rollout_micro_batch_size=8" in said
 
 
 def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RL, *BATCH, "--layout"]) == 0
     out = capsys.readouterr().out
-    assert "32 pairs per update = 8 prompts x 4 responses" in out and "S1 to S4 are the pairs of stream[s]" in out
+    assert (
+        "32 pairs per update = 8 prompts x 4 responses" in out
+        and "S1 to S4 are the pairs of stream[s]" in out
+    )
     assert main(["plan", RL, *BATCH, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 32
 
@@ -222,8 +291,12 @@ def test_a_resume_of_filtered_groups_goes_on_from_the_prompts_of_its_batches() -
 
     def planned_at(samples_planned: int | None) -> tuple[int, int | None]:
         config = load_config(RL, [*BATCH, *keys])
-        resumed = BatchPlan.from_config(config, 1, resume=Resume(4, 55, samples_planned=samples_planned))
+        resumed = BatchPlan.from_config(
+            config, 1, resume=Resume(4, 55, samples_planned=samples_planned)
+        )
         return resumed.manager.anchor[1], resumed.manager.total_samples
 
     assert planned_at(8) == (8, 8 + 3 * 8), "two batches of 4 prompts, three more of 8"
-    assert planned_at(None) == (16, 40), "an older checkpoint states none: all batches have today's size"
+    assert planned_at(None) == (16, 40), (
+        "an older checkpoint states none: all batches have today's size"
+    )

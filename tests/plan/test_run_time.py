@@ -1,4 +1,6 @@
-"""Days and device-hours: of a stated step, of an assumed share of the peak, and of a run that measured them."""
+"""Days and device-hours: of a stated step, of an assumed share of the peak, and of a run that
+measured them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,18 @@ def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
 
 
 def test_a_stated_step_gives_days_and_device_hours(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_json(capsys, "steps=7200", "--devices", "64", "--hosts", "16", "--step-seconds", "12")
+    plan = plan_json(
+        capsys, "steps=7200", "--devices", "64", "--hosts", "16", "--step-seconds", "12"
+    )
     assert plan["run_seconds"] == 86_400 and plan["device_hours"] == 24 * 64
-    assert main(["plan", "steps=7200", "--devices", "64", "--hosts", "16", "--step-seconds", "12"]) == 0
-    assert "time: 1 days, 1,536 device-hours on 64 devices; 12 s per update, stated" in capsys.readouterr().out
+    assert (
+        main(["plan", "steps=7200", "--devices", "64", "--hosts", "16", "--step-seconds", "12"])
+        == 0
+    )
+    assert (
+        "time: 1 days, 1,536 device-hours on 64 devices; 12 s per update, stated"
+        in capsys.readouterr().out
+    )
 
 
 def test_earlier_stages_take_time_by_their_samples_or_as_measured() -> None:
@@ -35,34 +45,62 @@ def test_earlier_stages_take_time_by_their_samples_or_as_measured() -> None:
     assert measured.device_hours == measured.run_seconds * 4 / 3600
 
 
-def test_a_share_of_the_peak_is_the_flops_of_an_update_over_it(capsys: pytest.CaptureFixture[str]) -> None:
-    stated = ["model_name=llama2-7b", "per_device_batch_size=4", "global_batch_size=512", "steps=1000"]
+def test_a_share_of_the_peak_is_the_flops_of_an_update_over_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stated = [
+        "model_name=llama2-7b",
+        "per_device_batch_size=4",
+        "global_batch_size=512",
+        "steps=1000",
+    ]
     plan = plan_json(capsys, *stated, "--topology", "v5p-128", "--mfu", "0.4")
     assert (plan["num_devices"], plan["num_hosts"], plan["mfu_peak"]["tflops"]) == (64, 16, 459)
     seconds = plan["tokens_per_step"] * plan["flops_per_token"] / (64 * 459e12 * 0.4)
     assert plan["step_seconds"] == pytest.approx(seconds, rel=1e-12)
-    assert plan["run_seconds"] == pytest.approx(1000 * seconds) and "assumed" in plan["step_seconds_source"]
+    assert (
+        plan["run_seconds"] == pytest.approx(1000 * seconds)
+        and "assumed" in plan["step_seconds_source"]
+    )
     own = plan_json(capsys, *stated, "peak_tflops_per_device=100", "--devices", "8", "--mfu", "0.5")
-    assert own["step_seconds"] == pytest.approx(plan["tokens_per_step"] * plan["flops_per_token"] / (8 * 1e14 * 0.5))
+    assert own["step_seconds"] == pytest.approx(
+        plan["tokens_per_step"] * plan["flops_per_token"] / (8 * 1e14 * 0.5)
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--mfu", "1.5"], "--mfu 1.5: must be a number above 0, at most 1; works: --mfu 0.4"),
-        (["--mfu", "0.4"], "--mfu 0.4: needs the peak of a device; works: --mfu 0.4 --topology v5p-128"),
+        (
+            ["--mfu", "0.4"],
+            "--mfu 0.4: needs the peak of a device; works: --mfu 0.4 --topology v5p-128",
+        ),
         (["--mfu", "0.4", "--step-seconds", "2"], "must not be given beside"),
-        (["batch_size=8", "--mfu", "0.4", "--topology", "v6e-8"], "an update of reinforcement learning also samples"),
+        (
+            ["batch_size=8", "--mfu", "0.4", "--topology", "v6e-8"],
+            "an update of reinforcement learning also samples",
+        ),
     ],
 )
-def test_a_share_that_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_a_share_that_says_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     assert main(["plan", *argv]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_length_that_is_unknown_has_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_length_that_is_unknown_has_no_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("text")
-    data = ("dataset_type=text", f"dataset_path={tmp_path / 'a.txt'}", "num_epochs=3", "--step-seconds", "2")
+    data = (
+        "dataset_type=text",
+        f"dataset_path={tmp_path / 'a.txt'}",
+        "num_epochs=3",
+        "--step-seconds",
+        "2",
+    )
     plan = plan_json(capsys, *data)
     assert plan["run_seconds"] is plan["device_hours"] is None and plan["step_seconds"] == 2
 
@@ -70,19 +108,37 @@ def test_a_length_that_is_unknown_has_no_time(capsys: pytest.CaptureFixture[str]
 def test_a_run_that_was_measured_says_how_long_a_longer_one_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    stated = [f"run_dir={tmp_path / 'run'}", "steps=6", "global_batch_size=8", "enable_checkpointing=false"]
+    stated = [
+        f"run_dir={tmp_path / 'run'}",
+        "steps=6",
+        "global_batch_size=8",
+        "enable_checkpointing=false",
+    ]
     train(tiny_config(*stated))
     capsys.readouterr()
-    times = [json.loads(line)["step_time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    times = [
+        json.loads(line)["step_time_s"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     config = str(tmp_path / "run" / "config.yml")
     plan = plan_json(capsys, config, "steps=1000")
-    assert plan["step_seconds"] == pytest.approx(sorted(times[2:])[1] / 2 + sorted(times[2:])[2] / 2)
+    assert plan["step_seconds"] == pytest.approx(
+        sorted(times[2:])[1] / 2 + sorted(times[2:])[2] / 2
+    )
     assert plan["run_seconds"] == pytest.approx(1000 * plan["step_seconds"])
-    assert plan["device_hours"] == pytest.approx(plan["run_seconds"] * 8 / 3600), "it ran on eight devices"
-    assert plan_json(capsys, config, "steps=1000", "--devices", "4").get("run_seconds") is None, "of other devices"
-    assert plan_json(capsys, config, "base_emb_dim=128").get("run_seconds") is None, "of another model"
+    assert plan["device_hours"] == pytest.approx(plan["run_seconds"] * 8 / 3600), (
+        "it ran on eight devices"
+    )
+    assert plan_json(capsys, config, "steps=1000", "--devices", "4").get("run_seconds") is None, (
+        "of other devices"
+    )
+    assert plan_json(capsys, config, "base_emb_dim=128").get("run_seconds") is None, (
+        "of another model"
+    )
     twice = plan_json(capsys, config, "steps=1000", "global_batch_size=16")
-    assert twice["step_seconds"] == pytest.approx(2 * plan["step_seconds"]), "in proportion to the samples"
+    assert twice["step_seconds"] == pytest.approx(2 * plan["step_seconds"]), (
+        "in proportion to the samples"
+    )
 
 
 def test_the_compilers_model_of_a_step_is_read_from_its_folder(
@@ -90,7 +146,16 @@ def test_the_compilers_model_of_a_step_is_read_from_its_folder(
 ) -> None:
     manifest = {"shapes": [[64, 4]], "modelled_step_s": [2.0], "devices": {"devices": 8}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    stated = ("per_device_batch_size=8", "global_batch_size=128", "steps=100", f"compiled_dir={tmp_path}")
+    stated = (
+        "per_device_batch_size=8",
+        "global_batch_size=128",
+        "steps=100",
+        f"compiled_dir={tmp_path}",
+    )
     plan = plan_json(capsys, *stated, "--devices", "8")
-    assert plan["step_seconds"] == 1.0 and plan["run_seconds"] == 100 and "modelled" in plan["step_seconds_source"]
+    assert (
+        plan["step_seconds"] == 1.0
+        and plan["run_seconds"] == 100
+        and "modelled" in plan["step_seconds_source"]
+    )
     assert plan_json(capsys, *stated, "--devices", "4").get("run_seconds") is None

@@ -15,7 +15,12 @@ from maxbatch.plan.survival import Machine, smaller_machines
 
 def test_a_row_is_the_plan_of_a_run_on_that_machine() -> None:
     config = load_config(
-        overrides=["global_batch_size=1024", "per_device_batch_size=3", "batch_padding=true", "dcn_data_parallelism=-1"]
+        overrides=[
+            "global_batch_size=1024",
+            "per_device_batch_size=3",
+            "batch_padding=true",
+            "dcn_data_parallelism=-1",
+        ]
     )
     for row in survivors(config, Machine(256, 64, 4), 3, None, None):
         machine, found = row.machine, row.to_dict()
@@ -25,12 +30,21 @@ def test_a_row_is_the_plan_of_a_run_on_that_machine() -> None:
             machine.num_hosts,
             machine.num_devices,
         )
-        assert all(found[name] == getattr(plan, name) for name in ("gradient_accumulation_steps", "padded_share"))
-        assert found["global_batch_size_to_train_on"] == 1024, "the batch is the same on every machine"
+        assert all(
+            found[name] == getattr(plan, name)
+            for name in ("gradient_accumulation_steps", "padded_share")
+        )
+        assert found["global_batch_size_to_train_on"] == 1024, (
+            "the batch is the same on every machine"
+        )
 
 
 def test_what_a_machine_loses_are_slices_and_hosts_where_there_is_one_slice() -> None:
-    assert smaller_machines(Machine(256, 64, 4), 2) == [Machine(256, 64, 4), Machine(192, 48, 3), Machine(128, 32, 2)]
+    assert smaller_machines(Machine(256, 64, 4), 2) == [
+        Machine(256, 64, 4),
+        Machine(192, 48, 3),
+        Machine(128, 32, 2),
+    ]
     assert smaller_machines(Machine(256, 64, 4), 3)[-1] == Machine(64, 16, 1)
     assert smaller_machines(Machine(8, 4), 1) == [Machine(8, 4), Machine(6, 3)]
 
@@ -44,7 +58,9 @@ def test_what_a_machine_loses_are_slices_and_hosts_where_there_is_one_slice() ->
         (Machine(12, 3, 2), 1, "3 hosts are not divisible by 2 slices; works: --hosts 2"),
     ],
 )
-def test_a_machine_of_which_nothing_is_left_is_refused(machine: Machine, survive: int, said: str) -> None:
+def test_a_machine_of_which_nothing_is_left_is_refused(
+    machine: Machine, survive: int, said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         smaller_machines(machine, survive)
     assert said in str(refused.value)
@@ -69,13 +85,26 @@ def test_plan_survive_has_a_row_for_every_machine(capsys: pytest.CaptureFixture[
 
 
 def test_a_batch_that_shrinks_with_the_machine_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "per_device_batch_size=2", "--devices", "4", "--hosts", "4", "--survive", "1"]) == 0
-    assert "a smaller machine trains on a smaller batch; global_batch_size=8 keeps it" in capsys.readouterr().err
+    assert (
+        main(
+            ["plan", "per_device_batch_size=2", "--devices", "4", "--hosts", "4", "--survive", "1"]
+        )
+        == 0
+    )
+    assert (
+        "a smaller machine trains on a smaller batch; global_batch_size=8 keeps it"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--topology", "v5e:4x4", "--survive", "1", "--devices", "4"], "--devices 4: must not be given beside")],
+    [
+        (
+            ["--topology", "v5e:4x4", "--survive", "1", "--devices", "4"],
+            "--devices 4: must not be given beside",
+        )
+    ],
 )
 def test_flags_that_contradict_each_other_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]

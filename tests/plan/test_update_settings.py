@@ -10,7 +10,12 @@ from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 
-RAMP = ("batch_size_schedule=0:64 10000:128", "max_target_length=256", "train_samples=20000", "learning_rate=0.001")
+RAMP = (
+    "batch_size_schedule=0:64 10000:128",
+    "max_target_length=256",
+    "train_samples=20000",
+    "learning_rate=0.001",
+)
 IN_TOKENS = ("adam_b1_half_life=100Kt", "adam_b2_half_life=2Mt", "weight_decay_timescale=1.0run")
 
 
@@ -24,17 +29,23 @@ def settings_at(samples_seen: int, *overrides: str) -> UpdateSettings:
 
 
 def test_each_stage_has_the_decays_of_its_batch() -> None:
-    stages = BatchPlan.from_config(load_config(overrides=[*RAMP, *IN_TOKENS]), num_devices=4).to_dict()["stages"]
+    stages = BatchPlan.from_config(
+        load_config(overrides=[*RAMP, *IN_TOKENS]), num_devices=4
+    ).to_dict()["stages"]
     for stage, batch in zip(stages, (64, 128), strict=True):
         tokens = batch * 256
         assert stage["adam_b1"] == pytest.approx(0.5 ** (tokens / 1e5), rel=1e-12)
         assert stage["adam_b2"] == pytest.approx(0.5 ** (tokens / 2e6), rel=1e-12)
-        assert stage["adam_weight_decay"] == pytest.approx(tokens / (20000 * 256 * 0.001), rel=1e-12)
+        assert stage["adam_weight_decay"] == pytest.approx(
+            tokens / (20000 * 256 * 0.001), rel=1e-12
+        )
 
 
 def test_the_average_of_the_parameters_follows_the_batch() -> None:
     stated = (*RAMP, "parameter_average_half_life=3Mt")
-    stages = BatchPlan.from_config(load_config(overrides=list(stated)), num_devices=4).to_dict()["stages"]
+    stages = BatchPlan.from_config(load_config(overrides=list(stated)), num_devices=4).to_dict()[
+        "stages"
+    ]
     wanted = [pytest.approx(0.5 ** (batch * 256 / 3e6), rel=1e-12) for batch in (64, 128)]
     assert [stage["parameter_average"] for stage in stages] == wanted
     assert settings_at(19968, *stated).average_halvings == pytest.approx(32 * 256 / 3e6, rel=1e-12)
@@ -46,13 +57,17 @@ def test_the_average_of_the_parameters_follows_the_batch() -> None:
 def test_the_weight_decay_goes_by_the_peak_rate_of_its_stage() -> None:
     scaled = (*RAMP, "learning_rate_scaling=sqrt", "weight_decay_timescale=5Mt")
     plan = planned(*scaled)
-    assert plan.at(0).adam_weight_decay == pytest.approx(64 * 256 / (5e6 * 0.001 * 0.5**0.5), rel=1e-12)
+    assert plan.at(0).adam_weight_decay == pytest.approx(
+        64 * 256 / (5e6 * 0.001 * 0.5**0.5), rel=1e-12
+    )
     assert plan.at(15000).adam_weight_decay == pytest.approx(128 * 256 / (5e6 * 0.001), rel=1e-12)
 
 
 def test_what_is_stated_per_update_stays_as_it_is() -> None:
     stages = BatchPlan.from_config(load_config(overrides=list(RAMP))).to_dict()["stages"]
-    assert {(s["adam_b1"], s["adam_b2"], s["adam_weight_decay"]) for s in stages} == {(0.9, 0.95, 0.1)}
+    assert {(s["adam_b1"], s["adam_b2"], s["adam_weight_decay"]) for s in stages} == {
+        (0.9, 0.95, 0.1)
+    }
 
 
 def test_tokens_of_an_update_are_those_of_its_real_rows() -> None:
@@ -65,17 +80,35 @@ def test_tokens_of_an_update_are_those_of_its_real_rows() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("adam_b2_half_life=2Mt", "adam_b2=0.95"), "adam_b2_half_life=2Mt: must not be stated beside adam_b2=0.95"),
-        (("weight_decay_timescale=1run", "adam_weight_decay=0"), "must not be stated beside adam_weight_decay"),
-        (("adam_b2=null",), "adam_b2=null: must be a number unless adam_b2_half_life is stated; works: adam_b2=0.95"),
+        (
+            ("adam_b2_half_life=2Mt", "adam_b2=0.95"),
+            "adam_b2_half_life=2Mt: must not be stated beside adam_b2=0.95",
+        ),
+        (
+            ("weight_decay_timescale=1run", "adam_weight_decay=0"),
+            "must not be stated beside adam_weight_decay",
+        ),
+        (
+            ("adam_b2=null",),
+            "adam_b2=null: must be a number unless adam_b2_half_life is stated; works: "
+            "adam_b2=0.95",
+        ),
         (("adam_b1_half_life=0.5t",), "from 1 to .*works: adam_b1_half_life=2Mt"),
         (("adam_b1_half_life=1.0run",), "works: adam_b1_half_life=2Mt"),
-        (("parameter_average_half_life=0.9",), "from 1 to .*works: parameter_average_half_life=2Mt"),
+        (
+            ("parameter_average_half_life=0.9",),
+            "from 1 to .*works: parameter_average_half_life=2Mt",
+        ),
         (("weight_decay_timescale=soon",), "works: weight_decay_timescale=1.0run"),
-        (("adam_b1_half_life=2Mt", "adam_scaling=sde", "learning_rate_scaling=sqrt"), "beside adam_scaling=sde"),
+        (
+            ("adam_b1_half_life=2Mt", "adam_scaling=sde", "learning_rate_scaling=sqrt"),
+            "beside adam_scaling=sde",
+        ),
     ],
 )
-def test_a_bad_statement_is_one_line_and_names_what_works(overrides: tuple[str, ...], message: str) -> None:
+def test_a_bad_statement_is_one_line_and_names_what_works(
+    overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(overrides=list(overrides))
     assert "\n" not in str(caught.value)
@@ -88,10 +121,24 @@ def test_a_higher_layer_displaces_the_other_statement_of_a_lower_one(tmp_path) -
     assert (config.adam_weight_decay, config.weight_decay_timescale) == (None, "1Bt")
 
 
-def test_plan_prints_the_decays_of_each_stage_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_decays_of_each_stage_where_they_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", *RAMP, *IN_TOKENS]) == 0
     assert "0.8926" in capsys.readouterr().out  # b1 of the first stage
     assert main(["plan", *RAMP]) == 0
     assert "b1" not in capsys.readouterr().out
-    assert main(["plan", "--json", "dataset_type=jsonl", "dataset_path=a.jsonl", "num_epochs=2", IN_TOKENS[2]]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--json",
+                "dataset_type=jsonl",
+                "dataset_path=a.jsonl",
+                "num_epochs=2",
+                IN_TOKENS[2],
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["stages"][0]["adam_weight_decay"] is None

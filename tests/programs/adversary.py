@@ -3,10 +3,11 @@
 `python -m tests.programs.adversary --seed 1 --lines 10000 --files 5000`
 `python -m tests.programs.adversary --seed 1 --minutes 30`
 
-Every case runs in a child of its own. It has to end within 10 s and 2 GB, without a traceback, with an exit code of the
-contract, with one line on standard error if it exits 2, and with nothing half-written. For each way to fail the program
-prints the smallest case found; its number makes it again: `--seed 1 --only "line 17"`. Commands stop, with exit code 0,
-where they would train, start processes or compile for minutes.
+Every case runs in a child of its own. It has to end within 10 s and 2 GB, without a traceback, with
+an exit code of the contract, with one line on standard error if it exits 2, and with nothing
+half-written. For each way to fail the program prints the smallest case found; its number makes it
+again: `--seed 1 --only "line 17"`. Commands stop, with exit code 0, where they would train, start
+processes or compile for minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # Before JAX is imported: one device, no network, and caches that the cases share.
-os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0", TERM="xterm-256color")
+os.environ.update(
+    JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0", TERM="xterm-256color"
+)
 os.environ.pop("COLUMNS", None)
 
 from tests.programs import adversary_pool as pool
@@ -48,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare_and_run(args: argparse.Namespace, root: Path) -> int:
     kinds = [
-        name for name, kind in KINDS.items() if name in (args.kinds or KINDS) and not (args.quick and kind.is_slow)
+        name
+        for name, kind in KINDS.items()
+        if name in (args.kinds or KINDS) and not (args.quick and kind.is_slow)
     ]
     base_of = functools.cache(functools.partial(_base, root))
     line = functools.partial(make_line, args.seed, _line_base(root))
@@ -67,13 +72,21 @@ def _prepare_and_run(args: argparse.Namespace, root: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="fuzzed command lines and damaged files")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, help="stop after so long (without --lines and --files: run so long)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="stop after so long (without --lines and --files: run so long)",
+    )
     parser.add_argument("--lines", type=int, help="command lines")
     parser.add_argument("--files", type=int, help="damaged files")
-    parser.add_argument("--quick", action="store_true", help="leave out what takes a compilation to make or to read")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out what takes a compilation to make or to read"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="the kinds of files (all)")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--longest", type=float, default=10.0, metavar="S", help="seconds of a case (10)")
+    parser.add_argument(
+        "--longest", type=float, default=10.0, metavar="S", help="seconds of a case (10)"
+    )
     parser.add_argument("--only", metavar="'line N'", help="run one case and print how it ends")
     return parser
 
@@ -81,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 def _base(root: Path, name: str) -> Path:
     folder = root / "bases" / name.replace(" ", "-")
     folder.mkdir(parents=True)
-    # In a process of its own: threads that libraries start there would be missing in the forked cases.
+    # In a process of its own: threads that libraries start there would be missing in the forked
+    # cases.
     maker = multiprocessing.get_context("fork").Process(target=KINDS[name].make, args=(folder,))
     maker.start()
     maker.join()
@@ -106,7 +120,9 @@ def _line_base(root: Path) -> Path:
     return folder
 
 
-def _run(parts: dict[str, tuple[Callable[[int], Case], int | None]], args: argparse.Namespace, root: Path) -> int:
+def _run(
+    parts: dict[str, tuple[Callable[[int], Case], int | None]], args: argparse.Namespace, root: Path
+) -> int:
     started = time.monotonic()
     runs_for_time = all(count is None for _, count in parts.values())
     assert not runs_for_time or args.minutes, "--minutes, --lines or --files must be given"
@@ -118,15 +134,16 @@ def _run(parts: dict[str, tuple[Callable[[int], Case], int | None]], args: argpa
         found = pool.run_all(make, range(count), root, args.workers, until)
         seconds = time.monotonic() - started
         print(
-            f"seed {args.seed}: {found['ran']:,} {name}s, {seconds:,.0f} s, {len(found['faults'])} kinds of failure; "
-            f"exit codes {found['codes']}, longest {found['longest_s']:.1f} s, most {found['most_bytes'] >> 20:,} MB",
+            f"seed {args.seed}: {found['ran']:,} {name}s, {seconds:,.0f} s, "
+            f"{len(found['faults'])} kinds of failure; exit codes {found['codes']}, longest "
+            f"{found['longest_s']:.1f} s, most {found['most_bytes'] >> 20:,} MB",
             flush=True,
         )
         for kind, (number, says) in found["faults"].items():
             case = pool.shrunk(make(number), pool.Fault(kind, says), root)
             print(
-                f"\n{found['counts'][kind]} x {kind}\n  --seed {args.seed} --only '{name} {number}'\n  {case}\n    "
-                + says.strip().replace("\n", "\n    "),
+                f"\n{found['counts'][kind]} x {kind}\n  --seed {args.seed} --only '{name} "
+                f"{number}'\n  {case}\n    " + says.strip().replace("\n", "\n    "),
                 flush=True,
             )
         status |= bool(found["faults"])
@@ -135,7 +152,9 @@ def _run(parts: dict[str, tuple[Callable[[int], Case], int | None]], args: argpa
 
 def _show(case: Case, root: Path) -> int:
     fault, ended = pool.run_case(case, root)
-    print(case, f"exit {ended.code}, {ended.seconds:.1f} s, {ended.peak_bytes >> 20:,} MB", sep="\n")
+    print(
+        case, f"exit {ended.code}, {ended.seconds:.1f} s, {ended.peak_bytes >> 20:,} MB", sep="\n"
+    )
     print(ended.stdout[-2000:], ended.stderr[-4000:], fault or "nothing is wrong", sep="\n")
     return 1 if fault else 0
 

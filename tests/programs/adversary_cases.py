@@ -35,7 +35,9 @@ class Case:
     def smaller(self) -> Iterator[Case]:
         """Yields the cases that leave out a damage or an argument, or have a shorter argument."""
         for left_out in range(len(self.damages)):
-            yield dataclasses.replace(self, damages=self.damages[:left_out] + self.damages[left_out + 1 :])
+            yield dataclasses.replace(
+                self, damages=self.damages[:left_out] + self.damages[left_out + 1 :]
+            )
         for place in range(1, len(self.arguments)):
             yield self._with(place)
             half = self.arguments[place][: len(self.arguments[place]) // 2]
@@ -43,7 +45,9 @@ class Case:
                 yield self._with(place, half)
 
     def _with(self, place: int, *arguments: str) -> Case:
-        return dataclasses.replace(self, arguments=(*self.arguments[:place], *arguments, *self.arguments[place + 1 :]))
+        return dataclasses.replace(
+            self, arguments=(*self.arguments[:place], *arguments, *self.arguments[place + 1 :])
+        )
 
     def __str__(self) -> str:
         damages = "".join(f"\n    {damage.file}: {damage.says}" for damage in self.damages)
@@ -51,5 +55,7 @@ class Case:
 
 
 def _quoted(argument: str) -> str:
-    text = argument if len(argument) <= 120 else f"{argument[:100]}... ({len(argument):,} characters)"
+    text = (
+        argument if len(argument) <= 120 else f"{argument[:100]}... ({len(argument):,} characters)"
+    )
     return text if text.isalnum() else repr(text)

@@ -33,11 +33,14 @@ _CHATS = (
     "tokenizer_path=tokenizer",
 )
 IMPORTS = {
-    "maxtext.yml": "base_config: parent.yml\nper_device_batch_size: 2\nsteps: 10\nrun_name: a\nlearning_rate: 3.e-5\n"
-    "rl:\n  num_generations: 2\ndcn_mesh: [1, 2]\n",
+    "maxtext.yml": "base_config: parent.yml\nper_device_batch_size: 2\nsteps: 10\nrun_name: "
+    "a\nlearning_rate: 3.e-5\nrl:\n  num_generations: 2\ndcn_mesh: [1, 2]\n",
     "parent.yml": "base_emb_dim: 64\nremat_policy: full\nenable_checkpointing: true\n",
-    "maxtext.sh": "export N=4\npython3 -m maxtext.train base.yml per_device_batch_size=$N steps=${STEPS:-10}\n",
-    "hf.json": json.dumps({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 2}),
+    "maxtext.sh": "export N=4\npython3 -m maxtext.train base.yml per_device_batch_size=$N "
+    "steps=${STEPS:-10}\n",
+    "hf.json": json.dumps(
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 2}
+    ),
     "deepspeed.json": json.dumps(
         {
             "train_batch_size": 256,
@@ -45,21 +48,26 @@ IMPORTS = {
             "gradient_accumulation_steps": 8,
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
             "bf16": {"enabled": True},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_num_steps": 100, "total_num_steps": 1000},
+            },
         }
     ),
-    "axolotl.yml": "base_model: m\ndatasets:\n  - path: a.jsonl\n    type: completion\nsequence_len: 2048\n"
-    "micro_batch_size: 3\ngradient_accumulation_steps: 2\nmax_steps: 100\n",
-    "megatron.sh": "ARGS=\"\n --micro-batch-size 2\n --global-batch-size 96\n\"\nARGS+=' --lr 1e-4'\n"
-    "torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS --num-layers 24 --hidden-size 1024 \\\n"
-    "  --num-attention-heads 16 --seq-length 1024 --rampup-batch-size 16 16 3000 --train-iters 5000\n",
-    "nemo.yml": "trainer: {devices: 8, max_steps: 300}\nmodel:\n  micro_batch_size: 2\n  global_batch_size: 64\n"
-    "  rampup_batch_size: [16, 16, 1000]\n  optim: {name: adamw, lr: 2e-4, betas: [0.9, 0.98]}\n",
+    "axolotl.yml": "base_model: m\ndatasets:\n  - path: a.jsonl\n    type: completion\nsequence_len: "
+    "2048\nmicro_batch_size: 3\ngradient_accumulation_steps: 2\nmax_steps: 100\n",
+    "megatron.sh": 'ARGS="\n --micro-batch-size 2\n --global-batch-size 96\n"\nARGS+=\' --lr '
+    "1e-4'\ntorchrun --nproc_per_node 8 pretrain_gpt.py $ARGS --num-layers 24 --hidden-size "
+    "1024 \\\n  --num-attention-heads 16 --seq-length 1024 --rampup-batch-size 16 16 3000 "
+    "--train-iters 5000\n",
+    "nemo.yml": "trainer: {devices: 8, max_steps: 300}\nmodel:\n  micro_batch_size: 2\n  "
+    "global_batch_size: 64\n  rampup_batch_size: [16, 16, 1000]\n  optim: {name: adamw, lr: "
+    "2e-4, betas: [0.9, 0.98]}\n",
 }
 _SWEEP = (
-    "sampler: random\ntrials: 3\nmetric: loss\nsweep_dir: sw\nbase:\n  steps: 2\n  per_device_batch_size: 2\n"
-    "  base_config: base.yml\nparameters:\n  learning_rate: {low: 1e-4, high: 1e-2, log: true}\n"
-    "  global_batch_size: [4, 8]\n"
+    "sampler: random\ntrials: 3\nmetric: loss\nsweep_dir: sw\nbase:\n  steps: 2\n  "
+    "per_device_batch_size: 2\n  base_config: base.yml\nparameters:\n  learning_rate: {low: 1e-4, "
+    "high: 1e-2, log: true}\n  global_batch_size: [4, 8]\n"
 )
 _MIXTURE = (
     "dataset_type: jsonl\nmax_target_length: 32\ndataset_path:\n"
@@ -78,7 +86,9 @@ class Kind:
 
 
 def _config(folder: Path) -> None:
-    (folder / "run.yml").write_text("base_config: middle.yml\nper_device_batch_size: 4\nlearning_rate: 3e-4\n")
+    (folder / "run.yml").write_text(
+        "base_config: middle.yml\nper_device_batch_size: 4\nlearning_rate: 3e-4\n"
+    )
     (folder / "middle.yml").write_text("base_config: base.yml\nbatch_size_schedule: '0:8 100:16'\n")
     (folder / "base.yml").write_text("model_name: tiny\ntrain_samples: 10K\nrun_name: x\n")
 
@@ -158,7 +168,9 @@ def _folders(folder: Path) -> None:
     sweep = SweepFolder(folder / "sw")
     for number in range(2):
         write_run(sweep.trial_folder(number), 4)
-        trial = sweep.add(number, {"learning_rate": str(0.001 * (number + 1)), "global_batch_size": "8"}, {})
+        trial = sweep.add(
+            number, {"learning_rate": str(0.001 * (number + 1)), "global_batch_size": "8"}, {}
+        )
         sweep.finish(trial, Status.DONE)
     sweep.write(
         {
@@ -183,7 +195,9 @@ def _compiled(folder: Path) -> None:
 def _huggingface(folder: Path) -> None:
     write_folder(folder / "hf", vocab_size=40)
     write_jsonl(folder / "page.jsonl", [{"tokens": [1, 2, 3, 4]}])
-    (folder / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": 0.5}))
+    (folder / "hf" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 3], "temperature": 0.5})
+    )
 
 
 def _maxbatch(folder: Path, *arguments: str) -> None:
@@ -201,7 +215,9 @@ def _maxbatch(folder: Path, *arguments: str) -> None:
 _STREAM = ("data", "max_target_length=32", "--count", "2")
 _TOKENS = ("dataset_type=tokens", "dataset_path=tokens")
 KINDS = {
-    "config": Kind(_config, (("plan", "run.yml"), ("config", "run.yml"), ("plan", "run.yml", "--json")), 20),
+    "config": Kind(
+        _config, (("plan", "run.yml"), ("config", "run.yml"), ("plan", "run.yml", "--json")), 20
+    ),
     "import": Kind(
         _imports,
         tuple(
@@ -223,7 +239,15 @@ KINDS = {
             ("data", "mixture.yml", "--stats", "--json"),
             (*_STREAM, "dataset_type=text", "dataset_path=a.txt"),
             (*_STREAM, "dataset_type=jsonl", "dataset_path=*.jsonl"),
-            ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "out", "--workers", "1"),
+            (
+                "prepare",
+                "dataset_type=jsonl",
+                "dataset_path=a.jsonl",
+                "--output",
+                "out",
+                "--workers",
+                "1",
+            ),
         ),
         20,
     ),
@@ -232,11 +256,20 @@ KINDS = {
         (
             (*_STREAM, "dataset_type=parquet", "dataset_path=a.parquet"),
             (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record"),
-            (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record", "record_format=example"),
+            (
+                *_STREAM,
+                "dataset_type=arrayrecord",
+                "dataset_path=a.array_record",
+                "record_format=example",
+            ),
         ),
         10,
     ),
-    "chats": Kind(_chats, (("data", *_CHATS, "--count", "1"), ("data", *_CHATS, "--stats"), ("train", *_CHATS)), 12),
+    "chats": Kind(
+        _chats,
+        (("data", *_CHATS, "--count", "1"), ("data", *_CHATS, "--stats"), ("train", *_CHATS)),
+        12,
+    ),
     "folders": Kind(
         _folders,
         (
@@ -257,7 +290,15 @@ KINDS = {
             (*_STREAM, *_TOKENS),
             ("prepare", "--verify", "tokens"),
             (*_STREAM, *_TOKENS, "--fingerprint"),
-            ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "tokens", "--workers", "1"),
+            (
+                "prepare",
+                "dataset_type=jsonl",
+                "dataset_path=a.jsonl",
+                "--output",
+                "tokens",
+                "--workers",
+                "1",
+            ),
         ),
         10,
         True,
@@ -375,7 +416,9 @@ _SNIPPETS = (
 )
 
 
-def make_file_case(seed: int, kinds: Sequence[str], base_of: Callable[[str], Path], number: int) -> Case:
+def make_file_case(
+    seed: int, kinds: Sequence[str], base_of: Callable[[str], Path], number: int
+) -> Case:
     """Returns the damaged file of a number and a command that reads it.
 
     Args:
@@ -399,8 +442,14 @@ def _damage(rng: random.Random, file: str) -> Damage:
         kind = rng.choice(list(_REPLACEMENTS))
         return Damage(file, kind, lambda path: _replace(path, kind))
     if rng.random() < 0.6:
-        return Damage(file, f"a value replaced ({seed})", lambda path: _change_value(path, random.Random(seed)))
-    return Damage(file, f"bytes changed ({seed})", lambda path: _change_bytes(path, random.Random(seed)))
+        return Damage(
+            file,
+            f"a value replaced ({seed})",
+            lambda path: _change_value(path, random.Random(seed)),
+        )
+    return Damage(
+        file, f"bytes changed ({seed})", lambda path: _change_bytes(path, random.Random(seed))
+    )
 
 
 def _as_deep(path: Path) -> None:
@@ -467,7 +516,9 @@ def _change_bytes(path: Path, rng: random.Random) -> None:
 
 
 def _change_value(path: Path, rng: random.Random) -> None:
-    """Replaces a value of JSON, of a line of JSON, of YAML, or of the header of safetensors; else some bytes."""
+    """Replaces a value of JSON, of a line of JSON, of YAML, or of the header of safetensors; else
+    some bytes.
+    """
     if not _is_small_file(path):
         return
     content = path.read_bytes()
@@ -511,7 +562,13 @@ def _changed_json(content: bytes, rng: random.Random) -> bytes | None:
     places: list[tuple[Any, Any]] = []
 
     def walk(value: Any) -> None:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         for key, below in items:
             places.append((value, key))
             walk(below)

@@ -220,8 +220,28 @@ _WEIGHTS = {
     "fit": 3,
     "compile": 3,
 }
-_LAYOUT_FLAGS = ("--simulate-devices", "--simulate-hosts", "--workers", "--count", "--max-new-tokens")
-_FEW = ("0", "-1", "1", "2", "8", "nan", "1e9999999999", "9" * 400, "x", "", "1/2", "１２", str(2**64))
+_LAYOUT_FLAGS = (
+    "--simulate-devices",
+    "--simulate-hosts",
+    "--workers",
+    "--count",
+    "--max-new-tokens",
+)
+_FEW = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "8",
+    "nan",
+    "1e9999999999",
+    "9" * 400,
+    "x",
+    "",
+    "1/2",
+    "１２",
+    str(2**64),
+)
 _TARGETS = (
     "v5p:2x2x1",
     "v4:2x2x1",
@@ -233,7 +253,19 @@ _TARGETS = (
     "v5p:1000000000x1x1",
     "v5p:2x2x2x2x2",
 )
-_FORMATS = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl", "verl", "auto", "", "tf")
+_FORMATS = (
+    "maxtext",
+    "hf",
+    "deepspeed",
+    "axolotl",
+    "megatron",
+    "nemo",
+    "trl",
+    "verl",
+    "auto",
+    "",
+    "tf",
+)
 
 
 def make_line(seed: int, base: Path, number: int) -> Case:
@@ -270,9 +302,14 @@ class _Line:
         rng, command = self._rng, self._command
         if command == "import":
             kind = rng.choice(_FORMATS)
-            return [kind, rng.choice((*PATHS, "maxtext.yml", "megatron.sh", "axolotl.yml", "hf.json"))]
+            return [
+                kind,
+                rng.choice((*PATHS, "maxtext.yml", "megatron.sh", "axolotl.yml", "hf.json")),
+            ]
         if command == "report":
-            return [rng.choice(("run", "run", "sw", *PATHS)) for _ in range(rng.choice((1, 1, 2, 3)))]
+            return [
+                rng.choice(("run", "run", "sw", *PATHS)) for _ in range(rng.choice((1, 1, 2, 3)))
+            ]
         if command == "sweep":
             return [rng.choice(("sweep.yml", "sweep.yml", "batch_size", *PATHS))]
         if command in ("generate", "export", "critical-batch"):
@@ -306,7 +343,10 @@ class _Line:
         if key.kind in ("path", "local"):
             return rng.choice(PATHS)
         if key.kind == "paths":
-            paths = [rng.choice(PATHS) + rng.choice(("", "", ",0.5", ",nan", ",1e400", ",-1", ",")) for _ in range(3)]
+            paths = [
+                rng.choice(PATHS) + rng.choice(("", "", ",0.5", ",nan", ",1e400", ",-1", ","))
+                for _ in range(3)
+            ]
             return ";".join(paths[: rng.choice((1, 1, 2, 3))])
         return rng.choice(TEXTS if key.kind == "text" else NUMBERS)
 
@@ -314,7 +354,19 @@ class _Line:
         rng = self._rng
         if rng.random() < 0.1:
             return [
-                rng.choice(("--", "---", "--jsn", "--lr=3", "-x", "--no-json", "--json=1", "--" + "x" * 3000, "--é"))
+                rng.choice(
+                    (
+                        "--",
+                        "---",
+                        "--jsn",
+                        "--lr=3",
+                        "-x",
+                        "--no-json",
+                        "--json=1",
+                        "--" + "x" * 3000,
+                        "--é",
+                    )
+                )
             ]
         actions = [a for a in _actions(self._command) if a.option_strings]
         action = rng.choice(actions)

@@ -1,4 +1,6 @@
-"""Runs cases, each in a child forked from a process that has imported everything, and judges how each ended."""
+"""Runs cases, each in a child forked from a process that has imported everything, and judges how
+each ended.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ _OUTPUTS = {
     "fit": "--write",
     "compile": "--output",
 }
-_PACKAGES = ("optuna", "optuna.storages", "bokeh", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
+_PACKAGES = (
+    "optuna",
+    "optuna.storages",
+    "bokeh",
+    "pyarrow.parquet",
+    "tokenizers",
+    "jinja2.sandbox",
+)
 _ROOMS = (
     "training.pretraining",
     "huggingface.export.model",
@@ -93,17 +102,22 @@ def without_long_work() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for place in (
-            "maxbatch.training.session.Session.run", "maxbatch.runs.supervisor.Supervisor.train",
-            "maxbatch.commands.simulation.run_hosts", "maxbatch.commands.report.command._watch",
-            "maxbatch.commands.compile.compile_one", "maxbatch.commands.compiling.compile_one",
+            "maxbatch.training.session.Session.run",
+            "maxbatch.runs.supervisor.Supervisor.train",
+            "maxbatch.commands.simulation.run_hosts",
+            "maxbatch.commands.report.command._watch",
+            "maxbatch.commands.compile.compile_one",
+            "maxbatch.commands.compiling.compile_one",
             "maxbatch.commands.fit.oracle.CompilerOracle.ask",
-        ):  # fmt: skip
+        ):
             stack.enter_context(mock.patch(place, worked))
         yield
 
 
 def run_case(case: Case, root: Path) -> tuple[Fault | None, Ended]:
-    """Runs a case in a folder below `root`, which is removed; returns the rule that it broke and how it ended."""
+    """Runs a case in a folder below `root`, which is removed; returns the rule that it broke and
+    how it ended.
+    """
     place = root / f"case-{os.getpid()}"
     shutil.rmtree(place, ignore_errors=True)
     (place / "home").mkdir(parents=True)
@@ -138,7 +152,9 @@ def _run(case: Case, place: Path) -> Ended:
         os.killpg(pid, signal.SIGKILL)  # whatever it started
     texts = [_text(place.parent / f"{place.name}.{name}") for name in ("out", "err")]
     peak = max(peak, usage.ru_maxrss * 1024)
-    return Ended(os.waitstatus_to_exitcode(status), time.monotonic() - started, peak, killed, *texts)
+    return Ended(
+        os.waitstatus_to_exitcode(status), time.monotonic() - started, peak, killed, *texts
+    )
 
 
 def _be_the_case(case: Case, place: Path) -> None:
@@ -150,7 +166,9 @@ def _be_the_case(case: Case, place: Path) -> None:
         os.environ["HOME"] = str(place / "home")
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number, name in enumerate(("out", "err"), 1):
-            os.dup2(os.open(f"{place}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+            os.dup2(
+                os.open(f"{place}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number
+            )
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
@@ -182,10 +200,13 @@ def _judge(case: Case, folder: Path, ended: Ended, new: set[Path]) -> Fault | No
     command = case.arguments[0] if case.arguments and case.arguments[0] in COMMANDS else "maxbatch"
     said = ended.stderr.strip().splitlines()
     if ended.was_killed:
-        return Fault(f"{command}: {ended.was_killed}, in {_innermost(ended.stderr)}", ended.stderr[-1500:])
+        return Fault(
+            f"{command}: {ended.was_killed}, in {_innermost(ended.stderr)}", ended.stderr[-1500:]
+        )
     if "Traceback (most recent call last)" in ended.stderr:
         return Fault(
-            f"{command}: traceback, {said[-1].split(':')[0]} in {_last_frame(ended.stderr)}", ended.stderr[-1500:]
+            f"{command}: traceback, {said[-1].split(':')[0]} in {_last_frame(ended.stderr)}",
+            ended.stderr[-1500:],
         )
     if ended.code not in EXIT_CODES:
         return Fault(f"{command}: exit code {ended.code}", ended.stderr[-1500:])
@@ -194,19 +215,28 @@ def _judge(case: Case, folder: Path, ended: Ended, new: set[Path]) -> Fault | No
     errors = [line for line in said if line.startswith("maxbatch: error: ")]
     strange = [line for line in said if not line.startswith("maxbatch: ")]
     if ended.code == EXIT_INPUT and (len(errors) != 1 or said[-1] not in errors or strange):
-        return Fault(f"{command}: exit 2 with {len(errors)} lines, and {len(strange)} others", ended.stderr[-1500:])
+        return Fault(
+            f"{command}: exit 2 with {len(errors)} lines, and {len(strange)} others",
+            ended.stderr[-1500:],
+        )
     if ended.code == EXIT_FAILED and not errors:
         return Fault(f"{command}: exit 1 without a line", ended.stderr[-1500:])
     if too_long := [line for line in said if len(line) > _LONGEST_LINE]:
-        return Fault(f"{command}: a line of more than {_LONGEST_LINE} characters", too_long[0][:300])
-    if raw := re.search(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f\u202a-\u202e\u2066-\u2069]", ended.stderr):
+        return Fault(
+            f"{command}: a line of more than {_LONGEST_LINE} characters", too_long[0][:300]
+        )
+    if raw := re.search(
+        r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f\u202a-\u202e\u2066-\u2069]", ended.stderr
+    ):
         return Fault(f"{command}: a raw {raw[0]!r} on standard error", repr(ended.stderr[-300:]))
     if raw := re.search(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]", ended.stdout):
         return Fault(f"{command}: a raw {raw[0]!r} on standard output", repr(ended.stdout[-300:]))
     return _half_written(case, folder, command, ended.code, new)
 
 
-def _half_written(case: Case, folder: Path, command: str, code: int, new: set[Path]) -> Fault | None:
+def _half_written(
+    case: Case, folder: Path, command: str, code: int, new: set[Path]
+) -> Fault | None:
     unfinished = [path.name for path in new if path.name.startswith(".building-")]
     if unfinished:
         return Fault(f"{command}: leaves an unfinished file, exit {code}", str(unfinished))
@@ -275,7 +305,9 @@ def shrunk(case: Case, fault: Fault, root: Path) -> Case:
     return case
 
 
-def run_all(make: Callable[[int], Case], numbers: Sequence[int], root: Path, workers: int, until: float) -> dict:
+def run_all(
+    make: Callable[[int], Case], numbers: Sequence[int], root: Path, workers: int, until: float
+) -> dict:
     """Runs cases in several processes.
 
     Args:
@@ -286,8 +318,8 @@ def run_all(make: Callable[[int], Case], numbers: Sequence[int], root: Path, wor
       until: no case starts after this time, of the monotonic clock.
 
     Returns:
-      `ran`, how many there were; `faults`, by kind the first number and what was said; `counts`, by kind how many;
-      `codes`, how often each exit code came; `longest_s` and `most_bytes` of any.
+      `ran`, how many there were; `faults`, by kind the first number and what was said; `counts`, by
+      kind how many; `codes`, how often each exit code came; `longest_s` and `most_bytes` of any.
     """
     pids = []
     for worker in range(workers):
@@ -302,13 +334,25 @@ def run_all(make: Callable[[int], Case], numbers: Sequence[int], root: Path, wor
         pids.append(pid)
     failed = [pid for pid in pids if os.waitpid(pid, 0)[1]]
     assert not failed, "a worker of the adversary itself failed"
-    found: dict = {"ran": 0, "faults": {}, "counts": {}, "codes": {}, "longest_s": 0.0, "most_bytes": 0}
+    found: dict = {
+        "ran": 0,
+        "faults": {},
+        "counts": {},
+        "codes": {},
+        "longest_s": 0.0,
+        "most_bytes": 0,
+    }
     for worker in range(workers):
         file = root / f"worker-{worker}.jsonl"
-        for number, kind, says, code, seconds, peak in map(json.loads, file.read_text().splitlines()):
+        for number, kind, says, code, seconds, peak in map(
+            json.loads, file.read_text().splitlines()
+        ):
             found["ran"] += 1
             found["codes"][code] = found["codes"].get(code, 0) + 1
-            found["longest_s"], found["most_bytes"] = max(found["longest_s"], seconds), max(found["most_bytes"], peak)
+            found["longest_s"], found["most_bytes"] = (
+                max(found["longest_s"], seconds),
+                max(found["most_bytes"], peak),
+            )
             if kind:
                 found["counts"][kind] = found["counts"].get(kind, 0) + 1
                 found["faults"].setdefault(kind, (number, says))
@@ -316,7 +360,9 @@ def run_all(make: Callable[[int], Case], numbers: Sequence[int], root: Path, wor
     return found
 
 
-def _work(make: Callable[[int], Case], numbers: Sequence[int], root: Path, report: Path, until: float) -> None:
+def _work(
+    make: Callable[[int], Case], numbers: Sequence[int], root: Path, report: Path, until: float
+) -> None:
     with open(report, "w") as file:
         for number in numbers:
             if time.monotonic() > until:

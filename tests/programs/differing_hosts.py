@@ -37,18 +37,29 @@ def start_hosts(
         joined = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
         if by_slurm:
             joined |= {
-                "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(len(own)),
-                "SLURM_PROCID": str(index), "SLURM_LOCALID": "0", "JAX_COORDINATOR_PORT": str(port),
-            }  # fmt: skip
+                "SLURM_JOB_ID": "1",
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": str(len(own)),
+                "SLURM_PROCID": str(index),
+                "SLURM_LOCALID": "0",
+                "JAX_COORDINATOR_PORT": str(port),
+            }
         else:
             joined |= variables_of_host(port, len(own), index)
         command = commands[index] if commands else "train"
         devices = ["--simulate-devices", "1"] if makes_devices else []
         line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, *devices]
-        hosts.append(subprocess.Popen(
-            line, env=environment() | joined | variables.get(index, {}), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
-        ))  # fmt: skip
+        hosts.append(
+            subprocess.Popen(
+                line,
+                env=environment() | joined | variables.get(index, {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
     try:
         outputs = [host.communicate(timeout=90)[0] for host in hosts]
         return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]
@@ -59,16 +70,34 @@ def start_hosts(
 
 # Each with another value than TINY_RUN's, which any config takes.
 OTHER_VALUES = (
-    "learning_rate=1e-1", "steps=9", "checkpoint_period=7", "eval_interval=2", "heartbeat_timeout_s=77",
-    "enable_checkpointing=false", "adam_b2=0.9", "data_shuffle_seed=3", "init_weights_seed=5", "base_mlp_dim=96",
-    "log_period=3", "gradient_clipping_threshold=0.5", "dtype=bfloat16", "max_num_checkpoints_to_keep=1",
-    "generate_prompt=a", "local_checkpoint_directory=/tmp/nowhere local_checkpoint_period=1", "remat_policy=full",
-    "warmup_steps_fraction=0.5", "grain_worker_count=1", "per_device_batch_size=4", "max_target_length=64",
-)  # fmt: skip
+    "learning_rate=1e-1",
+    "steps=9",
+    "checkpoint_period=7",
+    "eval_interval=2",
+    "heartbeat_timeout_s=77",
+    "enable_checkpointing=false",
+    "adam_b2=0.9",
+    "data_shuffle_seed=3",
+    "init_weights_seed=5",
+    "base_mlp_dim=96",
+    "log_period=3",
+    "gradient_clipping_threshold=0.5",
+    "dtype=bfloat16",
+    "max_num_checkpoints_to_keep=1",
+    "generate_prompt=a",
+    "local_checkpoint_directory=/tmp/nowhere local_checkpoint_period=1",
+    "remat_policy=full",
+    "warmup_steps_fraction=0.5",
+    "grain_worker_count=1",
+    "per_device_batch_size=4",
+    "max_target_length=64",
+)
 
 
 def refused_start(run_dir: Path, stated: str) -> float:
-    """Starts two hosts, the second with another value, and checks how the start is refused; returns the seconds."""
+    """Starts two hosts, the second with another value, and checks how the start is refused; returns
+    the seconds.
+    """
     started = time.monotonic()
     base = [*TINY_RUN, f"run_dir={run_dir}", "steps=2", "per_device_batch_size=1"]
     ends = start_hosts(base, [[], stated.split()])
@@ -76,7 +105,10 @@ def refused_start(run_dir: Path, stated: str) -> float:
     for code, output in ends:
         name, _, value = stated.split()[0].partition("=")
         assert code == 2 and f"{name}: " in output and output.count("\n") == 1, (stated, ends)
-        assert ("stated" if value.startswith("/") else value) in output or float(value) == 0.1, (stated, output)
+        assert ("stated" if value.startswith("/") else value) in output or float(value) == 0.1, (
+            stated,
+            output,
+        )
     assert not run_dir.exists(), "nothing was written"
     return seconds
 

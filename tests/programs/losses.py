@@ -1,12 +1,14 @@
 """Machines lost at random moments of a run, which continues on the others from their local disks.
 
-Part of the soak: `python -m tests.programs.soak --losses 20 --seed 1`. A run on 4 simulated hosts, each with a disk of
-its own, loses one, goes on with 3, then 2, then 3 and 4 again. Half of the machines are lost with their disks. Those
-that come back later bring old states along. The number of hosts stays where none has saved since the last loss: the
-second copies make up for one machine, and not for two at a time.
+Part of the soak: `python -m tests.programs.soak --losses 20 --seed 1`. A run on 4 simulated hosts,
+each with a disk of its own, loses one, goes on with 3, then 2, then 3 and 4 again. Half of the
+machines are lost with their disks. Those that come back later bring old states along. The number of
+hosts stays where none has saved since the last loss: the second copies make up for one machine, and
+not for two at a time.
 
-Every restart must succeed and repeat at most `local_checkpoint_period` updates. What a loss leaves must have ended with
-one line that names the host. The parts of all sessions must add up to the time that the run took.
+Every restart must succeed and repeat at most `local_checkpoint_period` updates. What a loss leaves
+must have ended with one line that names the host. The parts of all sessions must add up to the time
+that the run took.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ from maxbatch.system.storage import as_path
 PERIOD = 3
 # Of widths that 2, 3 and 4 hosts divide: each of them holds a part of every matrix.
 KEYS = (
-    "base_emb_dim=48", "base_mlp_dim=96", "steps=60", "batch_size_schedule=0:8 320:10", "per_device_batch_size=2",
-    "batch_padding=true", "checkpoint_period=20",
-)  # fmt: skip
+    "base_emb_dim=48",
+    "base_mlp_dim=96",
+    "steps=60",
+    "batch_size_schedule=0:8 320:10",
+    "per_device_batch_size=2",
+    "batch_padding=true",
+    "checkpoint_period=20",
+)
 # The timeout is that of a machine with more processes than cores, where a host may stand still.
 _LOCAL = (
-    f"local_checkpoint_period={PERIOD}", "local_checkpoint_directory=~/ram", "log_period=1", "heartbeat_timeout_s=300",
-)  # fmt: skip
+    f"local_checkpoint_period={PERIOD}",
+    "local_checkpoint_directory=~/ram",
+    "log_period=1",
+    "heartbeat_timeout_s=300",
+)
 _HOSTS = (4, 3, 2, 3)  # in turn
 _END_S = 120.0  # in which a run whose host was killed has ended
 _LONGEST_START_S = 900.0
@@ -75,7 +85,8 @@ class Losses:
     starts: int = 0
     runs: int = 0
     disks_lost: int = 0
-    ends_s: list[float] = dataclasses.field(default_factory=list)  # from a loss to the end of the others
+    # from a loss to the end of the others
+    ends_s: list[float] = dataclasses.field(default_factory=list)
     back_s: list[float] = dataclasses.field(default_factory=list)  # from a loss to the next update
     repeated: list[int] = dataclasses.field(default_factory=list)  # updates, by restart
     goodputs: list[float] = dataclasses.field(default_factory=list)  # by run
@@ -104,7 +115,10 @@ class Losses:
             most -= 1
             self.losses += 1
             times = f"{self.ends_s[-1]:.1f} s to the end of the others"
-            print(f"{self.losses}: {self.run_dir} lost host {lost} of {hosts} after update {session.recorded}, {times}")
+            print(
+                f"{self.losses}: {self.run_dir} lost host {lost} of {hosts} after update "
+                f"{session.recorded}, {times}"
+            )
             turn += session.has_saved
             self._lose(lost, hosts, session.has_saved)
         self._check_clock(session.log.stat().st_mtime - begun)
@@ -120,13 +134,21 @@ class Losses:
             raise LossError(f"{where}: a start that lost nothing failed: {said[-3000:]}")
         if not code:
             return
-        named = [line for line in said.splitlines() if line.startswith(f"maxbatch: error: host {lost} of ")]
-        codes = (EXIT_STOPPED,) if max(done, session.recorded) > PERIOD else (EXIT_STOPPED, EXIT_FAILED)
+        named = [
+            line
+            for line in said.splitlines()
+            if line.startswith(f"maxbatch: error: host {lost} of ")
+        ]
+        codes = (
+            (EXIT_STOPPED,) if max(done, session.recorded) > PERIOD else (EXIT_STOPPED, EXIT_FAILED)
+        )
         if len(named) != 1 or code not in codes:
             raise LossError(f"{where}: lost host {lost} and ended with {code}: {said[-3000:]}")
 
     def _lose(self, lost: int, hosts: int, may_lose_disk: bool) -> None:
-        """Orders the disks for the next start: of the survivors, of the host that was lost, of the others."""
+        """Orders the disks for the next start: of the survivors, of the host that was lost, of the
+        others.
+        """
         if may_lose_disk and self.random.random() < 0.5:
             self.disks_lost += 1
             shutil.rmtree(self._disks / str(lost), ignore_errors=True)
@@ -144,19 +166,26 @@ class Losses:
         seconds = total_seconds(read_sessions(as_path(self.run_dir)))
         self.goodputs.append(seconds["updates_kept"] / sum(seconds.values()))
         if abs(sum(seconds.values()) - wall_s) > self.tolerance * wall_s + _OUTSIDE_S:
-            raise LossError(f"{self.run_dir}: its sessions have {sum(seconds.values()):.1f} s of {wall_s:.1f} s")
+            raise LossError(
+                f"{self.run_dir}: its sessions have {sum(seconds.values()):.1f} s of {wall_s:.1f} s"
+            )
 
     def summary(self) -> str:
         """Returns the counts and times in words."""
         back, ends = sorted(self.back_s), sorted(self.ends_s)
-        times = "" if not back else (
-            f", from a loss to the next update {statistics.median(back):.1f} s (median), {back[-1]:.1f} s (worst), "
-            f"to the end of the others {statistics.median(ends):.1f} s"
-        )  # fmt: skip
+        times = (
+            ""
+            if not back
+            else (
+                f", from a loss to the next update {statistics.median(back):.1f} s (median), "
+                f"{back[-1]:.1f} s (worst), to the end of the others "
+                f"{statistics.median(ends):.1f} s"
+            )
+        )
         return (
-            f"{self.losses} machines lost, {self.disks_lost} with their disks, {self.starts} starts, {self.runs} whole "
-            f"runs, at most {max(self.repeated, default=0)} updates repeated{times}; goodput "
-            + ", ".join(f"{one:.1%}" for one in self.goodputs)
+            f"{self.losses} machines lost, {self.disks_lost} with their disks, {self.starts} "
+            f"starts, {self.runs} whole runs, at most {max(self.repeated, default=0)} updates "
+            f"repeated{times}; goodput " + ", ".join(f"{one:.1%}" for one in self.goodputs)
         )
 
 
@@ -181,12 +210,25 @@ class _Session:
         }
         self.log = folder / "log"
         simulated = ("--simulate-devices", str(hosts), "--simulate-hosts", str(hosts))
-        command = (sys.executable, "-m", "maxbatch", "train", *losses.arguments, *_LOCAL, f"run_dir={losses.run_dir}")
+        command = (
+            sys.executable,
+            "-m",
+            "maxbatch",
+            "train",
+            *losses.arguments,
+            *_LOCAL,
+            f"run_dir={losses.run_dir}",
+        )
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
-                [*command, *simulated], env=os.environ | variables, cwd=folder, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [*command, *simulated],
+                env=os.environ | variables,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     @property
     def recorded(self) -> int:
@@ -214,7 +256,9 @@ class _Session:
             updates = chance.randint(1, 8)
             is_alive = self._reach(lambda recorded: recorded >= self._first + updates - 1 > 0)
             time.sleep(chance.uniform(0.0, 0.3))
-        if not is_alive or not self._reach(lambda recorded: len(_hosts_of(self.process.pid)) == self._hosts):
+        if not is_alive or not self._reach(
+            lambda recorded: len(_hosts_of(self.process.pid)) == self._hosts
+        ):
             return None
         hosts = _hosts_of(self.process.pid)
         if not hosts:
@@ -234,7 +278,8 @@ class _Session:
                 found = [time.monotonic() - lost for lost in self._lost_at]
                 for seconds in found:
                     print(
-                        f"{self._of.run_dir}: {seconds:.1f} s from a loss to update {recorded} on {self._hosts} hosts"
+                        f"{self._of.run_dir}: {seconds:.1f} s from a loss to update {recorded} on "
+                        f"{self._hosts} hosts"
                     )
                 self._of.back_s += found
                 self._lost_at.clear()
@@ -243,7 +288,10 @@ class _Session:
             if moment(recorded):
                 return True
             time.sleep(_POLL_S)
-        raise LossError(f"{self._of.run_dir}: nothing after {_LONGEST_START_S:.0f} s: {self.log.read_text()[-3000:]}")
+        raise LossError(
+            f"{self._of.run_dir}: nothing after {_LONGEST_START_S:.0f} s: "
+            f"{self.log.read_text()[-3000:]}"
+        )
 
     def end(self) -> int:
         """Waits for its end; returns its exit code."""
@@ -261,7 +309,9 @@ def _hosts_of(pid: int) -> dict[int, int]:
     found = {}
     with contextlib.suppress(OSError):
         for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            index = re.search(rb"(?:^|\0)JAX_PROCESS_ID=(\d+)\0", Path(f"/proc/{word}/environ").read_bytes())
+            index = re.search(
+                rb"(?:^|\0)JAX_PROCESS_ID=(\d+)\0", Path(f"/proc/{word}/environ").read_bytes()
+            )
             if index:
                 found[int(index[1])] = int(word)
     return found

@@ -1,12 +1,14 @@
-"""One batch on random meshes of simulated devices and hosts: no run hangs, and each is the run of one device.
+"""One batch on random meshes of simulated devices and hosts: no run hangs, and each is the run of
+one device.
 
     python -m tests.programs.meshes --runs 200 --seed 1 --load 2
 
-trains a few updates on 1 to 8 devices, on 1, 2 or 4 hosts, over random axes (data, fsdp, tensor, context, pipeline,
-expert), rows per pass and expansions, with a batch or a ramp that need not divide, dense and sparse, on text, chats,
-pairs and by reinforcement learning, with scanned and unrolled layers, beside processes that keep cores busy. The
-updates are compared with those of the same run on one device in one pass. A run that differs, fails, or lasts longer
-than the limit ends the search with the command that did.
+trains a few updates on 1 to 8 devices, on 1, 2 or 4 hosts, over random axes (data, fsdp, tensor,
+context, pipeline, expert), rows per pass and expansions, with a batch or a ramp that need not
+divide, dense and sparse, on text, chats, pairs and by reinforcement learning, with scanned and
+unrolled layers, beside processes that keep cores busy. The updates are compared with those of the
+same run on one device in one pass. A run that differs, fails, or lasts longer than the limit ends
+the search with the command that did.
 """
 
 from __future__ import annotations
@@ -31,17 +33,30 @@ from tests.helpers.policies import KEYS, RL, reward_file
 from tests.helpers.tiny import SAME, TINY_RUN, UNSAVED, assert_same_run, read_metrics
 
 _AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
-_LARGEST = {"tensor": 2, "pipeline": 2, "expert": 4}  # by the heads, the layers and the experts of the model
+# by the heads, the layers and the experts of the model
+_LARGEST = {"tensor": 2, "pipeline": 2, "expert": 4}
 _SPARSE = (
-    "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=32",
-    "routed_bias=true", "routed_bias_update_rate=0.01",
-)  # fmt: skip
+    "decoder_block=mixtral",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "norm_topk_prob=true",
+    "base_moe_mlp_dim=32",
+    "routed_bias=true",
+    "routed_bias_update_rate=0.01",
+)
 _BALANCED = "load_balance_loss_weight=0.1", "router_z_loss_weight=0.01"
 _BATCHES = (16, 16, 7, 10, 17, 32)
-_RAMPS = {"0:3 6:5 16:7 23:11": 11, "0:5 10:11 32:16": 16, "0:16 32:7": 16}  # with their largest batch
-_TRAINED = ("learning_rate=1e-3", "learning_rate_schedule=constant", "warmup_steps_fraction=0", UNSAVED)
+# with their largest batch
+_RAMPS = {"0:3 6:5 16:7 23:11": 11, "0:5 10:11 32:16": 16, "0:16 32:7": 16}
+_TRAINED = (
+    "learning_rate=1e-3",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    UNSAVED,
+)
 _CLOSE = ("loss", "grad_norm", "load_balance_loss", "router_z_loss", "margin", "reward", "entropy")
-_SAME = (*SAME, "tokens_seen", "routing_fingerprint")  # pair_accuracy starts at margins of 0, whose sign is rounding
+# pair_accuracy starts at margins of 0, whose sign is rounding
+_SAME = (*SAME, "tokens_seen", "routing_fingerprint")
 
 
 class Case(NamedTuple):
@@ -58,9 +73,13 @@ def mesh_of(num_devices: int, chance: random.Random, is_sparse: bool) -> dict[st
     sizes = dict.fromkeys(_AXES, 1)
     for factor in (2, 2, 2, 3, 5, 7):
         if num_devices % factor == 0:
-            axes = [axis for axis in _AXES if sizes[axis] * factor <= _LARGEST.get(axis, num_devices)]
+            axes = [
+                axis for axis in _AXES if sizes[axis] * factor <= _LARGEST.get(axis, num_devices)
+            ]
             fitting = axes if factor == 2 else ["data", "fsdp"]
-            sizes[chance.choice([axis for axis in fitting if is_sparse or axis != "expert"])] *= factor
+            sizes[chance.choice([axis for axis in fitting if is_sparse or axis != "expert"])] *= (
+                factor
+            )
             num_devices //= factor
     return sizes
 
@@ -68,14 +87,33 @@ def mesh_of(num_devices: int, chance: random.Random, is_sparse: bool) -> dict[st
 def _kinds(folder: Path) -> dict[str, tuple[str, ...]]:
     """Returns the arguments of each kind of training, and writes the files that they name."""
     lengths = random.Random(0)
-    words = [(f"q{i} " + "a" * lengths.randrange(6), "b" * lengths.randrange(1, 12)) for i in range(200)]
-    write_jsonl(folder / "chats.jsonl", [{"prompt": asked, "completion": said} for asked, said in words])
-    write_jsonl(folder / "pairs.jsonl", [{"prompt": a, "chosen": s, "rejected": s[::2] + "c"} for a, s in words])
+    words = [
+        (f"q{i} " + "a" * lengths.randrange(6), "b" * lengths.randrange(1, 12)) for i in range(200)
+    ]
+    write_jsonl(
+        folder / "chats.jsonl", [{"prompt": asked, "completion": said} for asked, said in words]
+    )
+    write_jsonl(
+        folder / "pairs.jsonl",
+        [{"prompt": a, "chosen": s, "rejected": s[::2] + "c"} for a, s in words],
+    )
     cache = f"data_cache_dir={folder / 'cache'}"
     return {
         "text": TINY_RUN,
-        "chats": (*TINY_RUN, "use_sft=true", "dataset_type=jsonl", f"dataset_path={folder / 'chats.jsonl'}", cache),
-        "pairs": (*TINY_RUN, "use_dpo=true", "dataset_type=jsonl", f"dataset_path={folder / 'pairs.jsonl'}", cache),
+        "chats": (
+            *TINY_RUN,
+            "use_sft=true",
+            "dataset_type=jsonl",
+            f"dataset_path={folder / 'chats.jsonl'}",
+            cache,
+        ),
+        "pairs": (
+            *TINY_RUN,
+            "use_dpo=true",
+            "dataset_type=jsonl",
+            f"dataset_path={folder / 'pairs.jsonl'}",
+            cache,
+        ),
         "rl": (*KEYS, reward_file(folder)),
     }
 
@@ -88,7 +126,11 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
     is_sparse = chance.random() < 0.35
     sizes = mesh_of(num_devices, chance, is_sparse)
     if kind == "rl":
-        sizes["fsdp"], sizes["context"], sizes["pipeline"] = num_devices // (sizes["tensor"] * sizes["expert"]), 1, 1
+        sizes["fsdp"], sizes["context"], sizes["pipeline"] = (
+            num_devices // (sizes["tensor"] * sizes["expert"]),
+            1,
+            1,
+        )
         sizes["data"] = 1
     axes = [f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()]
     if sizes["pipeline"] > 1:
@@ -97,9 +139,18 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
     if num_hosts > 1:
         simulated += ["--simulate-hosts", str(num_hosts)]
     is_scanned = sizes["pipeline"] > 1 or chance.random() < 0.6
-    trained = [*kinds[kind], *_TRAINED, *(_SPARSE if is_sparse else ()), f"scan_layers={is_scanned}".lower()]
+    trained = [
+        *kinds[kind],
+        *_TRAINED,
+        *(_SPARSE if is_sparse else ()),
+        f"scan_layers={is_scanned}".lower(),
+    ]
     if kind == "rl":
-        trained += [f"batch_size={chance.choice((6, 7, 8))}", f"num_iterations={chance.choice((1, 2))}", "steps=4"]
+        trained += [
+            f"batch_size={chance.choice((6, 7, 8))}",
+            f"num_iterations={chance.choice((1, 2))}",
+            "steps=4",
+        ]
         cut = [f"micro_batch_size={chance.choice((8, 12, 20))}", "batch_padding=true"]
         return Case(("rl", RL), tuple(trained), (*cut, *axes, *simulated), ("micro_batch_size=-1",))
     trained += [*(_BALANCED if is_sparse else ()), "vocab_size=512", "steps=5"]
@@ -134,8 +185,12 @@ def run(arguments: Sequence[str], folder: Path, limit_s: float) -> str | None:
     with open(folder / "log.txt", "w+b") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "maxbatch", *arguments, f"run_dir={folder / 'run'}"],
-            env=inherited | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            env=inherited | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -143,11 +198,17 @@ def run(arguments: Sequence[str], folder: Path, limit_s: float) -> str | None:
             process.wait()
             return f"hangs: it lasts longer than {limit_s:.0f} s"
         log.seek(0)
-        return None if code == 0 else f"exit code {code}: {log.read()[-2000:].decode(errors='replace')}"
+        return (
+            None
+            if code == 0
+            else f"exit code {code}: {log.read()[-2000:].decode(errors='replace')}"
+        )
 
 
 class Search:
-    """Runs of random cases in a folder, beside the runs on one device that they are compared with."""
+    """Runs of random cases in a folder, beside the runs on one device that they are compared
+    with.
+    """
 
     def __init__(self, folder: Path, limit_s: float) -> None:
         self._folder, self._limit_s = folder, limit_s
@@ -178,7 +239,9 @@ class Search:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains on random meshes; returns 0 if every run ends by itself and equals one device's."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs.meshes", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.meshes", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=int, default=1, help="busy processes beside the runs")
@@ -193,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             failure = search.failure_of(case)
             line = shlex.join((*case.command, *case.trained, *case.layout))
             if failure:
-                print(f"meshes: seed {asked.seed}, run {number}: {line}\n{failure}", file=sys.stderr)
+                print(
+                    f"meshes: seed {asked.seed}, run {number}: {line}\n{failure}", file=sys.stderr
+                )
                 return 1
             print(f"{number}/{asked.runs} in {time.monotonic() - started:.1f} s: {line}")
     print(f"all of {asked.runs} runs are those of one device; {time.monotonic() - begun:.0f} s")

@@ -1,12 +1,13 @@
 """A soak: runs are killed at random moments and restarted, until they match an unharmed run.
 
-`python -m tests.programs.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
-the run goes on with the others (`tests/programs/losses.py`)
+`python -m tests.programs.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts
+are lost instead, and the run goes on with the others (`tests/programs/losses.py`)
 
-Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
-the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
-another working folder. After a kill no process may be left, and the next start must not be refused. Where a run has
-ended, its metrics are those of the unharmed run: the same steps, positions and fingerprints, losses within 2e-4.
+Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk.
+A kill is a -9 of the whole process group, of the command alone (its hosts must die with it), or of
+one host. Every start is made from another working folder. After a kill no process may be left, and
+the next start must not be refused. Where a run has ended, its metrics are those of the unharmed
+run: the same steps, positions and fingerprints, losses within 2e-4.
 """
 
 from __future__ import annotations
@@ -45,9 +46,17 @@ STEPS = 20
 EXACT = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
 LOSS_TOLERANCE = 2e-4
 _TRAINING = (
-    *TINY_MODEL, ONE_LAYER, "dataset_type=tokens", "learning_rate=1e-2", "generate_prompt=", "eval_interval=-1",
-    "batch_size_schedule=0:4 40:8", "per_device_batch_size=4", f"steps={STEPS}", "checkpoint_period=5",
-)  # fmt: skip
+    *TINY_MODEL,
+    ONE_LAYER,
+    "dataset_type=tokens",
+    "learning_rate=1e-2",
+    "generate_prompt=",
+    "eval_interval=-1",
+    "batch_size_schedule=0:4 40:8",
+    "per_device_batch_size=4",
+    f"steps={STEPS}",
+    "checkpoint_period=5",
+)
 _UNHARMED = "unharmed"  # folder of the run that nobody harms
 _MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
 _END_S = 120.0  # in which a run whose host was killed has ended
@@ -80,7 +89,9 @@ class Soak:
         return f"{self.place}/run-{self.runs}"
 
     def go_on(self, kind: str | None) -> None:
-        """Starts the run and kills it at a random moment, or (None) lets it end; a run that ended is compared."""
+        """Starts the run and kills it at a random moment, or (None) lets it end; a run that ended
+        is compared.
+        """
         hosts = 2 if kind in ("command", "host") else self.random.choice((1, 2))
         process, log = self._start(hosts)
         is_killed = bool(kind) and self._kill(process, kind)
@@ -91,7 +102,9 @@ class Soak:
             self.by_kind[kind] += 1
             self._leave_a_strangers_lease()
         elif process.returncode:
-            raise SoakError(f"{self.run_dir}: a start that nobody harmed failed: {log.read_text()[-2000:]}")
+            raise SoakError(
+                f"{self.run_dir}: a start that nobody harmed failed: {log.read_text()[-2000:]}"
+            )
         if process.returncode == 0:
             compare(as_path(self.run_dir), self.expected)
             if (as_path(self.run_dir) / LEASE_FILE).exists():
@@ -134,21 +147,32 @@ class Soak:
             time.sleep(0.05)
 
     def _leave_a_strangers_lease(self) -> None:
-        """Makes one of twenty leases that are left another machine's: the next start has to wait for the lapse."""
+        """Makes one of twenty leases that are left another machine's: the next start has to wait
+        for the lapse.
+        """
         lease = as_path(self.run_dir) / LEASE_FILE
         if not is_remote(self.run_dir) or self.random.random() > 0.05 or not lease.exists():
             return
-        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"machine": "another", "host": "elsewhere"}))
+        lease.write_text(
+            json.dumps(json.loads(lease.read_text()) | {"machine": "another", "host": "elsewhere"})
+        )
 
 
 def start(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Starts `maxbatch ARGUMENTS` in a folder, as a process group of its own that carries the soak's mark."""
+    """Starts `maxbatch ARGUMENTS` in a folder, as a process group of its own that carries the
+    soak's mark.
+    """
     variables = _variables(folder.parent)
     with open(log, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "maxbatch", *arguments], env=os.environ | variables, cwd=folder,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "maxbatch", *arguments],
+            env=os.environ | variables,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _variables(folder: Path) -> dict[str, str]:
@@ -156,7 +180,8 @@ def _variables(folder: Path) -> dict[str, str]:
     return {
         "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(folder.parent / "cache"),  # what one store's runs compile, those of the others need not
+        # what one store's runs compile, those of the others need not
+        "XDG_CACHE_HOME": str(folder.parent / "cache"),
         "PYTHONPATH": str(Path(__file__).parents[2]),
         _MARK: str(folder),
     }
@@ -188,7 +213,10 @@ def marked_processes(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and f"{_MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+            if (
+                folder.name.isdigit()
+                and f"{_MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -207,16 +235,23 @@ def compare(run_dir: AnyPath, expected: list[dict]) -> None:
         if wrong := [key for key in EXACT if one[key] != other[key]]:
             raise SoakError(f"{run_dir}: step {one['step']} has another {', '.join(wrong)}")
         if abs(one["loss"] - other["loss"]) > LOSS_TOLERANCE:
-            raise SoakError(f"{run_dir}: step {one['step']} has loss {one['loss']}, and not {other['loss']}")
+            raise SoakError(
+                f"{run_dir}: step {one['step']} has loss {one['loss']}, and not {other['loss']}"
+            )
     sessions = read_sessions(run_dir)
-    counted_s, wall_s = sum(total_seconds(sessions).values()), sessions[-1].ended - sessions[0].started
+    counted_s, wall_s = (
+        sum(total_seconds(sessions).values()),
+        sessions[-1].ended - sessions[0].started,
+    )
     if abs(counted_s - wall_s) > WALL_TOLERANCE * wall_s:
         raise SoakError(f"{run_dir}: its sessions have {counted_s:.1f} s of {wall_s:.1f} s")
 
 
 def _documents(path: Path) -> None:
     rng = random.Random(0)
-    lines = (json.dumps({"text": f"{number} " + "word " * rng.randrange(60)}) for number in range(400))
+    lines = (
+        json.dumps({"text": f"{number} " + "word " * rng.randrange(60)}) for number in range(400)
+    )
     path.write_text("\n".join(lines))
 
 
@@ -235,9 +270,15 @@ def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str
 
 
 def soak(
-    stores: Sequence[str], kills: int, seed: int, share: float, harm: Callable[[Soak, int], T], *keys: str
+    stores: Sequence[str],
+    kills: int,
+    seed: int,
+    share: float,
+    harm: Callable[[Soak, int], T],
+    *keys: str,
 ) -> list[tuple[str, T]]:
-    """Harms runs in several stores at the same time; returns the counts of each. `keys` are further ones of them.
+    """Harms runs in several stores at the same time; returns the counts of each. `keys` are further
+    ones of them.
 
     Raises:
       SoakError: a promise did not hold.
@@ -257,7 +298,9 @@ def soak(
                 return harm(found, kills)
 
             each, rest = divmod(kills, len(stores))
-            found = list(pool.map(one, stores, [each + (number < rest) for number in range(len(stores))]))
+            found = list(
+                pool.map(one, stores, [each + (number < rest) for number in range(len(stores))])
+            )
     finally:
         for name in (*stores, _UNHARMED):
             for pid in marked_processes(str(folder / name)):
@@ -267,10 +310,17 @@ def soak(
 
 
 def _unharmed_run(folder: Path, keys: Sequence[str]) -> tuple[list[dict], float]:
-    """Prepares the tokens of all places and trains on them; returns the records, and the seconds that it took."""
+    """Prepares the tokens of all places and trains on them; returns the records, and the seconds
+    that it took.
+    """
     folder.mkdir()
     _documents(folder / "documents.jsonl")
-    data = ("dataset_type=jsonl", f"dataset_path={folder}/documents.jsonl", "--output", f"{folder}/tokens")
+    data = (
+        "dataset_type=jsonl",
+        f"dataset_path={folder}/documents.jsonl",
+        "--output",
+        f"{folder}/tokens",
+    )
     finish(("prepare", *data), folder / "preparing")
     data = (f"dataset_path={folder}/tokens", f"run_dir={folder}/run", "--simulate-devices=1")
     begun = time.monotonic()
@@ -292,7 +342,10 @@ def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
         compare(as_path(found.run_dir), one.expected)
         found.check_checkpoints()
         seconds = time.monotonic() - begun
-        print(f"{found.suspends}/{suspends} {found.run_dir}: {found.suspends - before} stopped, {seconds:.1f} s")
+        print(
+            f"{found.suspends}/{suspends} {found.run_dir}: {found.suspends - before} stopped, "
+            f"{seconds:.1f} s"
+        )
         found.runs += 1
     return found
 
@@ -300,13 +353,18 @@ def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
 def _lose_again_and_again(one: Soak, losses: int) -> Losses:
     """Loses machines, and compares each run with the unharmed one."""
     arguments = (*_TRAINING, *losing.KEYS, f"dataset_path={one.place}/tokens")
-    found = Losses(one.folder, one.place, arguments, _variables(one.folder), one.random, WALL_TOLERANCE)
+    found = Losses(
+        one.folder, one.place, arguments, _variables(one.folder), one.random, WALL_TOLERANCE
+    )
     while found.losses < losses:
         before, begun = found.losses, time.monotonic()
         found.run(losses - before)
         compare(as_path(found.run_dir), one.expected)
         seconds = time.monotonic() - begun
-        print(f"{found.losses}/{losses} {found.run_dir}: {found.losses - before} machines lost, {seconds:.1f} s")
+        print(
+            f"{found.losses}/{losses} {found.run_dir}: {found.losses - before} machines lost, "
+            f"{seconds:.1f} s"
+        )
         print(f"{one.place}: {found.summary()}")
         found.runs += 1
     return found
@@ -328,32 +386,57 @@ def _kill_again_and_again(one: Soak, kills: int) -> Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak; returns 0 where every promise held."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.soak", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--suspends", type=int, help="writers to stop for longer than their lease, instead of kills")
     parser.add_argument(
-        "--losses", type=int, help="machines to lose, instead of kills; the run goes on with the others"
+        "--suspends", type=int, help="writers to stop for longer than their lease, instead of kills"
+    )
+    parser.add_argument(
+        "--losses",
+        type=int,
+        help="machines to lose, instead of kills; the run goes on with the others",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stores", nargs="+", choices=("local", *SCHEMES), default=["gs", "s3", "local"])
+    parser.add_argument(
+        "--stores", nargs="+", choices=("local", *SCHEMES), default=["gs", "s3", "local"]
+    )
     parser.add_argument("--share", type=float, default=0.1, help="of the requests that fail")
     arguments = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)
     begun, seed = time.monotonic(), arguments.seed
     try:
         if arguments.suspends:
-            stopped = soak(arguments.stores, arguments.suspends, seed, 0.0, _suspend_again_and_again)
+            stopped = soak(
+                arguments.stores, arguments.suspends, seed, 0.0, _suspend_again_and_again
+            )
             for name, one in stopped:
                 ends = ", ".join(f"{count} {how}" for how, count in one.ends.items())
-                print(f"{name}: {one.suspends} writers stopped ({ends}), {one.runs} runs as the unharmed one")
+                print(
+                    f"{name}: {one.suspends} writers stopped ({ends}), {one.runs} runs as the "
+                    "unharmed one"
+                )
         elif arguments.losses:
-            lost = soak(arguments.stores, arguments.losses, seed, arguments.share, _lose_again_and_again, *losing.KEYS)
+            lost = soak(
+                arguments.stores,
+                arguments.losses,
+                seed,
+                arguments.share,
+                _lose_again_and_again,
+                *losing.KEYS,
+            )
             for name, found in lost:
                 print(f"{name}: {found.summary()}")
         else:
-            for name, one in soak(arguments.stores, arguments.kills, seed, arguments.share, _kill_again_and_again):
+            for name, one in soak(
+                arguments.stores, arguments.kills, seed, arguments.share, _kill_again_and_again
+            ):
                 kinds = ", ".join(f"{count} {kind}" for kind, count in one.by_kind.items())
-                print(f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs as the unharmed one")
+                print(
+                    f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs "
+                    "as the unharmed one"
+                )
     except (SoakError, SuspensionError, LossError) as error:
         print(f"soak: seed {seed}: {error}", file=sys.stderr)
         return 1

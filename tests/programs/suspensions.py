@@ -1,9 +1,11 @@
-"""Writers that are stopped for longer than their lease, at random moments, and go on while another one holds it.
+"""Writers that are stopped for longer than their lease, at random moments, and go on while another
+one holds it.
 
-Part of the soak: `python -m tests.programs.soak --suspends 50 --seed 1 --stores gs s3`. The lease lasts `LAPSE_S` here.
-A writer is stopped at a random moment, the next one takes its lease over, and at a random moment after that the first
-is continued: it ends with one line, or it had not taken the lease, or had given it back. Where a run has ended and all
-its writers have, its metrics are those of the unharmed run, each checkpoint is whole, and no unfinished one counts.
+Part of the soak: `python -m tests.programs.soak --suspends 50 --seed 1 --stores gs s3`. The lease
+lasts `LAPSE_S` here. A writer is stopped at a random moment, the next one takes its lease over, and
+at a random moment after that the first is continued: it ends with one line, or it had not taken the
+lease, or had given it back. Where a run has ended and all its writers have, its metrics are those
+of the unharmed run, each checkpoint is whole, and no unfinished one counts.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ _QUICK_LEASES = (
     f"leases.LAPSE_S, leases.RENEW_S, leases._LOOK_S = {LAPSE_S}, {LAPSE_S / 2}, 0.2\n"
     "sys.exit(main(sys.argv[1:]))"
 )
-_LOST = re.compile(r"maxbatch: error: .*(another process holds its lease now|the lease is given back); this one stops")
-_REFUSED = re.compile(r"maxbatch: error: .* is training in it; wait for it, or give another run_dir")
+_LOST = re.compile(
+    r"maxbatch: error: .*(another process holds its lease now|the lease is given back); this one stops"
+)
+_REFUSED = re.compile(
+    r"maxbatch: error: .* is training in it; wait for it, or give another run_dir"
+)
 _END_S = 180.0
 
 
@@ -86,12 +92,24 @@ class Suspensions:
         self.starts += 1
         folder = self.folder / f"writer-{self.starts}"
         folder.mkdir()
-        command = [sys.executable, "-c", _QUICK_LEASES, "train", *self.arguments, f"run_dir={self.run_dir}"]
+        command = [
+            sys.executable,
+            "-c",
+            _QUICK_LEASES,
+            "train",
+            *self.arguments,
+            f"run_dir={self.run_dir}",
+        ]
         with open(folder / "log", "wb") as output:
             process = subprocess.Popen(
-                command, env=os.environ | self.environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=os.environ | self.environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return Writer(process, folder / "log")
 
     def run(self, most: int) -> None:
@@ -113,7 +131,9 @@ class Suspensions:
             writer = self.start()  # it was too late, or too early, for the lease
             code = writer.end()
         if code:
-            raise SuspensionError(f"{self.run_dir}: nobody ends the run: {writer.log.read_text()[-2000:]}")
+            raise SuspensionError(
+                f"{self.run_dir}: nobody ends the run: {writer.log.read_text()[-2000:]}"
+            )
 
     def _continue(self, writer: Writer) -> None:
         writer.signal(signal.SIGCONT)
@@ -149,13 +169,24 @@ class Suspensions:
         return found
 
     def check_checkpoints(self) -> None:
-        """Raises SuspensionError unless every checkpoint of the run that counts can be read, checksums included."""
+        """Raises SuspensionError unless every checkpoint of the run that counts can be read,
+        checksums included.
+        """
         rows = self.folder / "rows.jsonl"
         rows.write_text('{"tokens": [1, 2, 3]}\n')
         steps = committed_steps(as_path(self.run_dir))
         for step in steps:
-            command = [sys.executable, "-m", "maxbatch", "score", f"{self.run_dir}/checkpoints/{step}", str(rows)]
-            read = subprocess.run(command, env=os.environ | self.environment, capture_output=True, text=True)
+            command = [
+                sys.executable,
+                "-m",
+                "maxbatch",
+                "score",
+                f"{self.run_dir}/checkpoints/{step}",
+                str(rows),
+            ]
+            read = subprocess.run(
+                command, env=os.environ | self.environment, capture_output=True, text=True
+            )
             if read.returncode:
                 raise SuspensionError(f"{self.run_dir}: checkpoint {step}: {read.stderr[-2000:]}")
         if not steps:

@@ -1,7 +1,8 @@
 """Short runs of programs that search for faults; CONTRIBUTING.md has the long ones.
 
-That of `differing_hosts` is in `tests/parallel/test_agreement.py`. Lost hosts and `pods` take CI too long: fixed cases
-of theirs are in `tests/training/test_lost_hosts.py` and `tests/rl/test_hosts.py`.
+That of `differing_hosts` is in `tests/parallel/test_agreement.py`. Lost hosts and `pods` take CI
+too long: fixed cases of theirs are in `tests/training/test_lost_hosts.py` and
+`tests/rl/test_hosts.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ ROOT = Path(__file__).parents[2]
 def run(program: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"tests.programs.{program}", *arguments],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1500,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

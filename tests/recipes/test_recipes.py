@@ -17,7 +17,12 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.recipe import TrainedRecipe
 
 FILES = Path(__file__).parents[2] / "maxbatch" / "recipes"
-STATED = {"text": (), "conversation": ("use_sft=true",), "pair": ("use_dpo=true",), "prompt": ("batch_size=4",)}
+STATED = {
+    "text": (),
+    "conversation": ("use_sft=true",),
+    "pair": ("use_dpo=true",),
+    "prompt": ("batch_size=4",),
+}
 
 
 def test_each_kind_is_a_file_and_all_but_text_have_a_key() -> None:
@@ -35,41 +40,70 @@ def test_every_room_knows_the_kind_that_the_config_chooses(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "unit"), [("text", "sample"), ("conversation", "sample"), ("pair", "pair"), ("prompt", "prompt")]
+    ("kind", "unit"),
+    [("text", "sample"), ("conversation", "sample"), ("pair", "pair"), ("prompt", "prompt")],
 )
 def test_a_plan_counts_in_the_unit_of_the_kind(kind: str, unit: str) -> None:
     assert BatchPlan.from_config(load_config(overrides=STATED[kind])).sample == unit
 
 
-@pytest.mark.parametrize(("one", "other"), [("conversation", "pair"), ("conversation", "prompt"), ("pair", "prompt")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("conversation", "pair"), ("conversation", "prompt"), ("pair", "prompt")]
+)
 def test_two_kinds_are_refused_with_the_flag_to_leave_out(one: str, other: str) -> None:
     key = STATED[one][0].partition("=")[0]
-    with pytest.raises(ConfigError, match=f"^{key}=true: must be false beside {STATED[other][0].partition('=')[0]}"):
+    with pytest.raises(
+        ConfigError, match=f"^{key}=true: must be false beside {STATED[other][0].partition('=')[0]}"
+    ):
         load_config(overrides=[*STATED[one], *STATED[other]])
 
 
 def test_a_store_is_of_one_kind() -> None:
-    conversation = {"version": 2, "completion_only": True, "format": "auto", "text_field": "text", "template": None}
-    for made, kind in ((conversation, "conversation"), (conversation | {"pairs": True}, "pair"), (None, "")):
-        assert [one.name for one in StoreRecipe.flagged() if one.has_made(made)] == [kind] * bool(kind)
+    conversation = {
+        "version": 2,
+        "completion_only": True,
+        "format": "auto",
+        "text_field": "text",
+        "template": None,
+    }
+    for made, kind in (
+        (conversation, "conversation"),
+        (conversation | {"pairs": True}, "pair"),
+        (None, ""),
+    ):
+        assert [one.name for one in StoreRecipe.flagged() if one.has_made(made)] == [kind] * bool(
+            kind
+        )
     assert not any(one.has_made(conversation | {"kind": "label"}) for one in StoreRecipe.flagged())
 
 
 def test_a_rule_between_keys_is_the_kinds_own() -> None:
-    stated = ("dpo_algo=orpo", "dpo_label_smoothing=0.1", "early_stopping_patience=2", "eval_interval=10")
+    stated = (
+        "dpo_algo=orpo",
+        "dpo_label_smoothing=0.1",
+        "early_stopping_patience=2",
+        "eval_interval=10",
+    )
     load_config(overrides=stated)
-    with pytest.raises(ConfigError, match=r"dpo_label_smoothing=0\.1: must be 0 beside dpo_algo=orpo"):
+    with pytest.raises(
+        ConfigError, match=r"dpo_label_smoothing=0\.1: must be 0 beside dpo_algo=orpo"
+    ):
         load_config(overrides=[*stated, "use_dpo=true"])
-    with pytest.raises(ConfigError, match="early_stopping_patience=2: must be null beside batch_size"):
+    with pytest.raises(
+        ConfigError, match="early_stopping_patience=2: must be null beside batch_size"
+    ):
         load_config(overrides=[*stated, "batch_size=4"])
 
 
 def test_the_kind_of_a_plan_brings_neither_numpy_nor_jax() -> None:
     program = (
-        "import sys; from maxbatch.config.loading import load_config; from maxbatch.config.recipes import Recipe\n"
-        "assert load_config().recipe.unit == 'sample'; print({'numpy', 'jax'} & set(sys.modules))"
+        "import sys; from maxbatch.config.loading import load_config; from "
+        "maxbatch.config.recipes import Recipe\nassert load_config().recipe.unit == 'sample'; "
+        "print({'numpy', 'jax'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 

@@ -35,7 +35,9 @@ def test_only_the_answer_is_right_whatever_spaces_are_around_it() -> None:
     record = next(record for record in arithmetic.records() if record["prompt"] == "7+8+5+2=")
     right = ("22", " 22\n")
     wrong = ("23", "022", "2", "222", "", "2 2", "22 1")
-    scores = [arithmetic.is_right(record["prompt"], response, record) for response in (*right, *wrong)]
+    scores = [
+        arithmetic.is_right(record["prompt"], response, record) for response in (*right, *wrong)
+    ]
     assert scores == [1.0] * len(right) + [0.0] * len(wrong)
 
 
@@ -77,7 +79,9 @@ def test_worked_examples_are_written_as_the_template_says() -> None:
     assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)
 
 
-def test_the_warm_start_trains_on_all_devices_also_where_these_do_not_divide_the_batch(tmp_path: Path) -> None:
+def test_the_warm_start_trains_on_all_devices_also_where_these_do_not_divide_the_batch(
+    tmp_path: Path,
+) -> None:
     shares = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25")
     keys = config("batch_size=3", "num_generations=2", *shares)
     batch = BatchPlan.from_config(keys, 4).rl

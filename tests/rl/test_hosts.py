@@ -20,14 +20,26 @@ from tests.helpers.policies import KEYS, RL, policy_config, reward_file, train
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
 
-# Batches of 4 groups in two updates, sampled by the policy before the last batch; each host has two devices.
+# Batches of 4 groups in two updates, sampled by the policy before the last batch; each host has two
+# devices.
 CUT = (
-    "batch_size=4", "num_generations=2", "num_minibatches=2", "filter_groups=true", "max_prompts_per_batch=8",
-    "off_policy_steps=1", "learning_rate_schedule=constant", "micro_batch_size=4", "warm_start_steps=1",
-    "eval_interval=4", "eval_steps=1", "eval_num_generations=2", "checkpoint_period=2",
-)  # fmt: skip
+    "batch_size=4",
+    "num_generations=2",
+    "num_minibatches=2",
+    "filter_groups=true",
+    "max_prompts_per_batch=8",
+    "off_policy_steps=1",
+    "learning_rate_schedule=constant",
+    "micro_batch_size=4",
+    "warm_start_steps=1",
+    "eval_interval=4",
+    "eval_steps=1",
+    "eval_num_generations=2",
+    "checkpoint_period=2",
+)
 HOSTS = ("rollout_tensor_parallelism=2", "--simulate-devices", "4", "--simulate-hosts", "2")
-APART = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")  # one device of each host each
+# one device of each host each
+APART = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
 SAME = (
     "step",
     "samples_seen",
@@ -40,7 +52,8 @@ SAME = (
 )
 
 
-# The same scores, but one host is slow, every seventh response takes long, and one worker is killed.
+# The same scores, but one host is slow, every seventh response takes long, and one worker is
+# killed.
 SLOW = """
 import os
 import signal
@@ -63,8 +76,11 @@ def digits(prompt, response, record):
 
 
 @pytest.mark.processes
-def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them(tmp_path: Path) -> None:
-    """Mini-batches, filtered groups, a batch ahead, the warm start, evals, and weights split over two devices.
+def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them(
+    tmp_path: Path,
+) -> None:
+    """Mini-batches, filtered groups, a batch ahead, the warm start, evals, and weights split over
+    two devices.
 
     First all devices train and sample in turns; then half of them train while the others sample.
     """
@@ -75,7 +91,18 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
 
     def held_after(step: int, *more: str) -> tuple[subprocess.Popen[str], Hold]:
         hold = Hold(step, tmp_path)
-        process = start("rl", RL, *KEYS, reward, f"run_dir={two}", *CUT, "steps=12", *more, *HOSTS, **hold.variables)
+        process = start(
+            "rl",
+            RL,
+            *KEYS,
+            reward,
+            f"run_dir={two}",
+            *CUT,
+            "steps=12",
+            *more,
+            *HOSTS,
+            **hold.variables,
+        )
         wait_for(lambda: recorded(two) >= step, process)
         return process, hold
 
@@ -90,7 +117,10 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
     said, _ = stopped.communicate(timeout=600)
     assert stopped.returncode == 75 and recorded(two) < 12, said
     train(two, *CUT, "steps=12")
-    used = [(used.num_hosts, used.num_devices, math.prod(used.mesh.values())) for used in read_devices(two)]
+    used = [
+        (used.num_hosts, used.num_devices, math.prod(used.mesh.values()))
+        for used in read_devices(two)
+    ]
     assert used[-2:] == [(2, 4, 2), (1, 1, 1)], "two of the four trained"
     found = read_metrics(two)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "entropy", "old_policy_kl"))
@@ -107,7 +137,9 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("standard_promotion")
-def test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16(tmp_path: Path) -> None:
+def test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16(
+    tmp_path: Path,
+) -> None:
     """Parameters that stay as they are, so that all that may differ is how the programs round."""
     types, long = ("dtype=bfloat16", "sampler_dtype=float32"), ("max_target_length=40", "steps=2")
     keys = (*types, *long, "learning_rate=1e-12", UNSAVED)
@@ -118,4 +150,6 @@ def test_float32_samples_the_same_responses_on_several_hosts_where_training_roun
             train_policy(two)
 
     run(train_two, devices=4, hosts=2, timeout=600)
-    assert_same_run(read_metrics(two.run_dir), expected, ("data_fingerprint", "reward", "response_length"), ())
+    assert_same_run(
+        read_metrics(two.run_dir), expected, ("data_fingerprint", "reward", "response_length"), ()
+    )

@@ -17,7 +17,8 @@ from maxbatch.system.warning import warn_once
 from maxbatch.training.update.state import init_state
 from tests.helpers.policies import KEYS, RL
 
-REFUSED = {"xla_tpu_of_no_compiler": "true"}  # by the compiler of this machine, as an older one refuses a newer flag
+# by the compiler of this machine, as an older one refuses a newer flag
+REFUSED = {"xla_tpu_of_no_compiler": "true"}
 
 
 @pytest.mark.runs
@@ -33,9 +34,13 @@ def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
     state = init_state(config.update, trains.abstract)
     samples = rollout.Roller(config.rollout, ByteTokenizer(), mesh, num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})
-    drawn = samples.read([prompt], 2, samples.start(samples.take(state.params), [prompt], 2, temperature=1.0))
+    drawn = samples.read(
+        [prompt], 2, samples.start(samples.take(state.params), [prompt], 2, temperature=1.0)
+    )
     advantages = np.array([1, -1], np.float32)
-    pairs = trains.place(drawn.tokens_RxL, drawn.mask_RxL, drawn.logprobs_RxL, drawn.lengths_R, advantages)
+    pairs = trains.place(
+        drawn.tokens_RxL, drawn.mask_RxL, drawn.logprobs_RxL, drawn.lengths_R, advantages
+    )
     for _ in range(2):
         trains.add(state, pairs)
     manager = RampupBatchManager.from_config(config)

@@ -1,4 +1,6 @@
-"""Mini-batches and filtered groups: a batch is a function of the stream, not of chunks or resumes."""
+"""Mini-batches and filtered groups: a batch is a function of the stream, not of chunks or
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,51 @@ def test_a_batch_is_cut_in_stream_order_on_any_devices_and_a_part_without_a_grou
     cut: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     assert [line["samples_seen"] for line in cut] == [0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 19]
-    assert [line["global_batch_size"] // GROUP for line in cut] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 0, 0]
+    assert [line["global_batch_size"] // GROUP for line in cut] == [
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        1,
+        0,
+        0,
+    ]
     assert [line["loss"] is None for line in cut] == [False] * 10 + [True] * 2
     assert not any(line["skipped"] for line in cut)
     (whole,) = train(tmp_path / "whole", "steps=1")
     parts = sum(int(line["data_fingerprint"], 16) for line in cut[:4]) % 2**64
-    assert parts == int(whole["data_fingerprint"], 16), "all parts were sampled before the first update"
-    again = train(tmp_path / "chunks", "num_minibatches=4", "steps=null", "train_samples=19", "batch_padding=true",
-                  "micro_batch_size=6", "rollout_micro_batch_size=4", devices=3)  # fmt: skip
-    assert again[0]["micro_batch_size"] == 6 and again[0]["num_micro_batches"] == 2, "8 pairs and 4 slots of padding"
+    assert parts == int(whole["data_fingerprint"], 16), (
+        "all parts were sampled before the first update"
+    )
+    again = train(
+        tmp_path / "chunks",
+        "num_minibatches=4",
+        "steps=null",
+        "train_samples=19",
+        "batch_padding=true",
+        "micro_batch_size=6",
+        "rollout_micro_batch_size=4",
+        devices=3,
+    )
+    assert again[0]["micro_batch_size"] == 6 and again[0]["num_micro_batches"] == 2, (
+        "8 pairs and 4 slots of padding"
+    )
     assert_same_updates(again, cut)
 
 
 FILTERED = (
-    "filter_groups=true", "num_generations=2", "num_minibatches=2", "max_prompts_per_batch=12", "batch_size=8",
+    "filter_groups=true",
+    "num_generations=2",
+    "num_minibatches=2",
+    "max_prompts_per_batch=12",
+    "batch_size=8",
     "learning_rate_schedule=constant",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +107,15 @@ def test_a_resume_between_filtered_batches_reads_on_where_the_last_one_ended(
 ) -> None:
     *_, last = train(tmp_path / "run", *FILTERED, "steps=4")
     position = read_record(tmp_path / "run/checkpoints/4").position
-    assert (position.samples_planned, position.samples_seen) == (16, last["samples_seen"]) != (16, 16)
+    assert (
+        (position.samples_planned, position.samples_seen) == (16, last["samples_seen"]) != (16, 16)
+    )
     assert_same_updates(train(tmp_path / "run", *FILTERED, "steps=6"), filtered)
 
 
-def test_a_constant_reward_is_named_where_no_group_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_constant_reward_is_named_where_no_group_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "same.py").write_text("def same(prompt, response, record):\n    return 1.0\n")
     keys = (*FILTERED, f"reward={tmp_path}/same.py:same", "steps=2")
     from maxbatch.rl.run import train_policy
@@ -90,4 +125,7 @@ def test_a_constant_reward_is_named_where_no_group_is_left(tmp_path: Path, capsy
     with pytest.raises(TrainingError, match=constant):
         train_policy(policy_config(tmp_path / "run", *keys))
     said = capsys.readouterr().err
-    assert "trains on 0 groups: the reward is constant, 1 for all 24 responses to max_prompts_per_batch=12 pr" in said
+    assert (
+        "trains on 0 groups: the reward is constant, 1 for all 24 responses to "
+        "max_prompts_per_batch=12 pr" in said
+    )

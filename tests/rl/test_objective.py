@@ -61,9 +61,13 @@ def test_loss_and_gradient_are_those_of_the_paper(algo: str, mode: str, beta: fl
     new, pairs = some_pairs()
     config = load_config(
         overrides=[
-            f"loss_algo={algo}", f"loss_agg_mode={mode}", f"grpo_beta={beta}", "grpo_epsilon=0.2", "epsilon_high=0.28"
+            f"loss_algo={algo}",
+            f"loss_agg_mode={mode}",
+            f"grpo_beta={beta}",
+            "grpo_epsilon=0.2",
+            "epsilon_high=0.28",
         ]
-    )  # fmt: skip
+    )
 
     def ours(new: jax.Array) -> jax.Array:
         loss, weight, _ = pair_losses(new, pairs, config.rl)

@@ -22,13 +22,19 @@ from tests.helpers.chats import CHATML, write_tokenizer
 from tests.helpers.corpus import write_jsonl
 
 RECORDS: list[dict[str, Any]] = [
-    {"question": f"what is {number}?", "answer": number, "hints": [{"text": f"h{number}"}]} for number in range(10)
+    {"question": f"what is {number}?", "answer": number, "hints": [{"text": f"h{number}"}]}
+    for number in range(10)
 ]
 
 
 def config(path: Path | str, *overrides: str, kind: str = "jsonl") -> Config:
     return load_config(
-        overrides=[f"dataset_type={kind}", f"dataset_path={path}", "prompt_template=Q: {question}\nA:", *overrides]
+        overrides=[
+            f"dataset_type={kind}",
+            f"dataset_path={path}",
+            "prompt_template=Q: {question}\nA:",
+            *overrides,
+        ]
     )
 
 
@@ -55,7 +61,9 @@ def test_without_add_bos_no_token_is_added(path: Path) -> None:
     assert prompt.tokens.tolist() == list(prompt.text.encode())
 
 
-def test_parquet_and_jsonl_of_the_same_records_are_the_same_prompts(path: Path, tmp_path: Path) -> None:
+def test_parquet_and_jsonl_of_the_same_records_are_the_same_prompts(
+    path: Path, tmp_path: Path
+) -> None:
     pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "prompts.parquet", row_group_size=3)
     left = PromptSource(config(path)).train()
     right = PromptSource(config(tmp_path / "prompts.parquet", kind="parquet")).train()
@@ -65,9 +73,13 @@ def test_parquet_and_jsonl_of_the_same_records_are_the_same_prompts(path: Path, 
 
 
 def test_parquet_values_without_a_json_form_are_text(tmp_path: Path) -> None:
-    table = pa.table({"question": ["a"], "when": pa.array([0], pa.timestamp("s")), "raw": [b"bytes"]})
+    table = pa.table(
+        {"question": ["a"], "when": pa.array([0], pa.timestamp("s")), "raw": [b"bytes"]}
+    )
     pq.write_table(table, tmp_path / "prompts.parquet")
-    prompt = PromptSource(config(tmp_path / "prompts.parquet", kind="parquet")).train().read(0, 1)[0]
+    prompt = (
+        PromptSource(config(tmp_path / "prompts.parquet", kind="parquet")).train().read(0, 1)[0]
+    )
     assert prompt.record == {"question": "a", "when": "1970-01-01 00:00:00", "raw": "bytes"}
 
 
@@ -146,17 +158,23 @@ def test_the_identity_changes_with_whatever_changes_the_prompts(path: Path, tmp_
     assert len({json.dumps(identity, sort_keys=True) for identity in identities}) == len(identities)
     # Where the records lie and how their lines are written is no part of it.
     moved = tmp_path / "moved.jsonl"
-    moved.write_text("\n".join(json.dumps(record, indent=None, sort_keys=True) for record in RECORDS))
+    moved.write_text(
+        "\n".join(json.dumps(record, indent=None, sort_keys=True) for record in RECORDS)
+    )
     assert PromptSource(config(moved)).train().identity == base
 
 
-def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refused(
+    path: Path, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 7}')
 
     def checkpoints(folder: str) -> Checkpoints:
         stated = config(path).replaced({"load_parameters_path": folder})
-        return Checkpoints(tmp_path, 3, {"data": dict(PromptSource(stated).train().identity), "model": {}}, print)
+        return Checkpoints(
+            tmp_path, 3, {"data": dict(PromptSource(stated).train().identity), "model": {}}, print
+        )
 
     def record(folder: str) -> CheckpointRecord:
         return CheckpointRecord(Position(), checkpoints(folder)._identity, 0, (1, 1))
@@ -164,14 +182,20 @@ def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refuse
     imported = str(tmp_path / "model")
     checkpoints(imported).check_identity(record(imported), "it")
     checkpoints(imported).check_identity(record(""), "it")  # made before they were stated
-    with pytest.raises(ConfigError, match=r"end tokens of load_parameters_path: '\(7,\)' there, None here"):
+    with pytest.raises(
+        ConfigError, match=r"end tokens of load_parameters_path: '\(7,\)' there, None here"
+    ):
         checkpoints("").check_identity(record(imported), "it")
 
 
 def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"question": "a"}\n[1]\n{"question": "b"}\n{"other": 1}\n{"question": "\\ud800"}\n')
-    with pytest.raises(ConfigError, match=r"line 2: a list, not an object; skip_bad_records=true leaves"):
+    path.write_text(
+        '{"question": "a"}\n[1]\n{"question": "b"}\n{"other": 1}\n{"question": "\\ud800"}\n'
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 2: a list, not an object; skip_bad_records=true leaves"
+    ):
         PromptSource(config(path)).train()
     prompts = PromptSource(config(path, "skip_bad_records=true")).train()
     assert (prompts.num_prompts, prompts.skipped_records) == (2, 3)
@@ -181,7 +205,10 @@ def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{questoin}", "no field 'questoin'; its fields: 'answer', 'hints', 'question'; nearest: {question}"),
+        (
+            "{questoin}",
+            "no field 'questoin'; its fields: 'answer', 'hints', 'question'; nearest: {question}",
+        ),
         ("Q: {question", "not a template (expected '}' before end of string)"),
         ("{question} {", "written twice: '{{question}} {{'"),
         ("Q: question", "has no field, so that all prompts would be the same"),
@@ -191,16 +218,20 @@ def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> Non
         ("{hints[4]}", "cannot be filled by {path} line 1 (IndexError"),
         ("{question:d}", "cannot be filled by {path} line 1 (ValueError"),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_cannot_be_filled_is_one_line(path: Path, template: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         PromptSource(config(path, f"prompt_template={template}")).train()
-    assert str(error.value).startswith("prompt_template=") and said.replace("{path}", str(path)) in str(error.value)
+    assert str(error.value).startswith("prompt_template=") and said.replace(
+        "{path}", str(path)
+    ) in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_templates_reach_into_fields_and_write_braces(path: Path) -> None:
-    prompts = PromptSource(config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")).train()
+    prompts = PromptSource(
+        config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")
+    ).train()
     assert texts(prompts, 2, 1) == ["{h2}"]
 
 
@@ -212,7 +243,9 @@ def test_a_null_field_is_no_text(tmp_path: Path) -> None:
 
 def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -> None:
     lengths = [3, 5, 9, 7, 9, 1]
-    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "x" * length} for length in lengths])
+    path = write_jsonl(
+        tmp_path / "prompts.jsonl", [{"question": "x" * length} for length in lengths]
+    )
     overrides = ("prompt_template={question}", "eval_fraction=0.5")
     with pytest.raises(ConfigError) as error:
         PromptSource(config(path, *overrides, "max_prefill_predict_length=6"))
@@ -220,7 +253,10 @@ def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -
         f"max_prefill_predict_length=6: the prompt of {path} line 3 has 10 tokens, and 2 "
         "more are too long; works: max_prefill_predict_length=10"
     )
-    assert PromptSource(config(path, *overrides, "max_prefill_predict_length=10")).train().num_prompts == 3
+    assert (
+        PromptSource(config(path, *overrides, "max_prefill_predict_length=10")).train().num_prompts
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +271,11 @@ def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -
         ("Q: {question[0]}", [None], r"field 'question\[0\]' is null"),
         ("Q: {question}", True, "field 'question' is a bool, not a text"),
         ("Q: {question}", "", "field 'question' is empty"),
-        ("{question}", [{"role": "user", "content": None}], "message 1 of field question: content is null"),
+        (
+            "{question}",
+            [{"role": "user", "content": None}],
+            "message 1 of field question: content is null",
+        ),
     ],
 )
 def test_what_is_no_text_is_no_prompt_and_can_be_left_out(
@@ -254,20 +294,34 @@ def test_what_is_no_text_is_no_prompt_and_can_be_left_out(
 
 def test_numbers_may_stand_beside_text_in_a_prompt(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"a": 2, "b": 0.5}])
-    prompts = PromptSource(config(path, "prompt_template={a} + {b:.2f} =", "max_prefill_predict_length=20")).train()
+    prompts = PromptSource(
+        config(path, "prompt_template={a} + {b:.2f} =", "max_prefill_predict_length=20")
+    ).train()
     assert prompts.read(0, 1)[0].text == "2 + 0.50 ="
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["dataset_type=text"], "dataset_type=text: prompts, which batch_size counts, .* works: dataset_type=jsonl"),
-        (["dataset_type=python_stdlib"], "works: dataset_type=arithmetic, or .* global_batch_size for documents"),
+        (
+            ["dataset_type=text"],
+            "dataset_type=text: prompts, which batch_size counts, .* works: dataset_type=jsonl",
+        ),
+        (
+            ["dataset_type=python_stdlib"],
+            "works: dataset_type=arithmetic, or .* global_batch_size for documents",
+        ),
         (["dataset_type=arrayrecord"], "works: dataset_type=parquet"),
-        (["dataset_type=arithmetic", "dataset_path=a.jsonl"], "dataset_type=arithmetic reads no path"),
+        (
+            ["dataset_type=arithmetic", "dataset_path=a.jsonl"],
+            "dataset_type=arithmetic reads no path",
+        ),
         (["dataset_type=jsonl"], "dataset_path='': the dataset needs a file"),
         (["dataset_type=jsonl", "dataset_path=a.jsonl,0.5;b.jsonl,0.5"], "prompts are no mixture"),
-        (["dataset_type=arithmetic", "eval_fraction=0.00001"], "holds out none of 10000 prompts; works: eval_fr"),
+        (
+            ["dataset_type=arithmetic", "eval_fraction=0.00001"],
+            "holds out none of 10000 prompts; works: eval_fr",
+        ),
         (["dataset_type=arithmetic", "vocab_size=100"], "vocab_size=100: .* works: vocab_size=259"),
     ],
 )
@@ -282,18 +336,29 @@ def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
         PromptSource(config(path)).train()
 
 
-def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_turn(tmp_path: Path) -> None:
+def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_turn(
+    tmp_path: Path,
+) -> None:
     user, assistant = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
     path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [user], "answer": 2}] * 3)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", CHATML, eos_token="<|endoftext|>")
-    keys = ("tokenizer_type=huggingface", f"tokenizer_path={tokenizer}", "vocab_size=320", "eval_fraction=0")
+    keys = (
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={tokenizer}",
+        "vocab_size=320",
+        "eval_fraction=0",
+    )
     keys = (*keys, "prompt_template={messages}")
     prompts = PromptSource(config(path, *keys)).train()
     [prompt] = prompts.read(0, 1)
     assert prompt.text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt.tokens.tolist() == prompts.tokenizer.encode_markup_batch([prompt.text])[0].tolist()
+    assert (
+        prompt.tokens.tolist() == prompts.tokenizer.encode_markup_batch([prompt.text])[0].tolist()
+    )
     assert prompt.record["answer"] == 2
-    assert prompts.end_ids == tuple(prompts.tokenizer.encode_markup_batch(["<|im_end|>"])[0].tolist())
+    assert prompts.end_ids == tuple(
+        prompts.tokenizer.encode_markup_batch(["<|im_end|>"])[0].tolist()
+    )
 
     write_jsonl(path, [{"messages": [user, assistant]}])
     with pytest.raises(ConfigError, match="line 1: the last message is the assistant's"):
@@ -301,12 +366,21 @@ def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_tur
     write_jsonl(path, [{"messages": [user]}])
     with pytest.raises(ConfigError, match="has no chat template"):
         PromptSource(config(path, "prompt_template={messages}"))
-    write_jsonl(path, [{"messages": "text"}] * 2 + [{"messages": [{"from": "human", "value": "What is 1 + 1?"}]}])
-    mixed = PromptSource(config(path, *keys, "eval_fraction=0", "enable_data_shuffling=false")).train()
+    write_jsonl(
+        path,
+        [{"messages": "text"}] * 2 + [{"messages": [{"from": "human", "value": "What is 1 + 1?"}]}],
+    )
+    mixed = PromptSource(
+        config(path, *keys, "eval_fraction=0", "enable_data_shuffling=false")
+    ).train()
     assert mixed.end_ids and mixed.read(2, 1)[0].text.startswith("<|im_start|>user\nWhat")
     write_jsonl(path, [{"messages": [user, {"role": 5}]}])
-    with pytest.raises(ConfigError, match="message 2 of field messages is not an object with a role"):
+    with pytest.raises(
+        ConfigError, match="message 2 of field messages is not an object with a role"
+    ):
         PromptSource(config(path, *keys))
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": "text"}])
-    plain_prompts = PromptSource(config(plain, "prompt_template={messages}", "eval_fraction=0")).train()
+    plain_prompts = PromptSource(
+        config(plain, "prompt_template={messages}", "eval_fraction=0")
+    ).train()
     assert texts(plain_prompts, 0, 1) == ["text"] and plain_prompts.end_ids == ()

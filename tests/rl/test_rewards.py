@@ -80,10 +80,14 @@ def functions(tmp_path: Path) -> Path:
 
 
 def rewards(reward: str, *overrides: str) -> Rewards:
-    return Rewards(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides]).rl)
+    return Rewards(
+        load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides]).rl
+    )
 
 
-def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[ResponseToScore]:
+def questions(
+    responses: list[str], log: Path | str = os.devnull, prompt: str = "p"
+) -> list[ResponseToScore]:
     return [ResponseToScore(prompt, response, {"log": str(log)}) for response in responses]
 
 
@@ -99,7 +103,9 @@ def test_a_module_and_a_file_name_the_same_function(functions: Path) -> None:
         assert scores.rewards.dtype == np.float32
 
 
-def test_a_file_imports_what_lies_beside_it(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_imports_what_lies_beside_it(
+    functions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = functions.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -134,7 +140,9 @@ def test_functions_of_one_name_are_called_by_their_whole_term() -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_path: Path, workers: int) -> None:
+def test_what_goes_wrong_fails_one_response_and_no_other(
+    functions: Path, tmp_path: Path, workers: int
+) -> None:
     failing = ["raises", "leaves", "dies", "crashes", "nan", "huge", "text", "none"]
     responses = ["a"]
     for number, response in enumerate([*failing, "sleeps"]):
@@ -146,7 +154,9 @@ def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_pa
         pending = [scorer.submit(questions(responses, log)) for _ in range(2)]
         for scores in (each.result() for each in pending):
             assert scores.rewards.tolist() == expected
-            assert scores.by_name["prompt_length"].tolist() == [-1 if reward < 0 else 1 for reward in expected]
+            assert scores.by_name["prompt_length"].tolist() == [
+                -1 if reward < 0 else 1 for reward in expected
+            ]
             assert (scores.failed.sum(), scores.timed_out.sum()) == (len(failing), 1)
             assert scores.problem == "obeys raised ValueError: two lines"
     # Nothing is lost and nothing is asked twice.
@@ -164,7 +174,11 @@ def test_a_response_that_takes_too_long_says_so(functions: Path) -> None:
     scores = score("functions:obeys", ["spins", "a"], "reward_timeout_s=0.5")
     assert time.monotonic() - begin < 60
     assert scores.rewards.tolist() == [-1, 1]
-    assert (scores.failed.sum(), scores.timed_out.sum(), scores.problem) == (0, 1, "took more than 0.5 s")
+    assert (scores.failed.sum(), scores.timed_out.sum(), scores.problem) == (
+        0,
+        1,
+        "took more than 0.5 s",
+    )
 
 
 def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
@@ -186,9 +200,13 @@ def test_workers_do_not_import_jax(functions: Path) -> None:
 def test_batches_are_handed_in_at_once_and_keep_their_order_and_lose_nothing_when_all_workers_are_killed(
     functions: Path,
 ) -> None:
-    with rewards("functions:waits;functions:process;functions:obeys", "reward_worker_count=2") as scorer:
+    with rewards(
+        "functions:waits;functions:process;functions:obeys", "reward_worker_count=2"
+    ) as scorer:
         go = Path("go")
-        pending = [scorer.submit(questions(["x" * (n + i) for n in range(8)], log=go)) for i in range(3)]
+        pending = [
+            scorer.submit(questions(["x" * (n + i) for n in range(8)], log=go)) for i in range(3)
+        ]
         for pid in pids_of(scorer._pool):
             os.kill(pid, signal.SIGKILL)
         go.touch()  # which the functions waited for
@@ -216,16 +234,26 @@ def test_a_batch_of_512_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ("obeys", "'obeys' is not module:function or FILE.py:function; works: reward=maxbatch.rl.arithmetic:"),
+        (
+            "obeys",
+            "'obeys' is not module:function or FILE.py:function; works: "
+            "reward=maxbatch.rl.arithmetic:",
+        ),
         ("functions:obeys;", "'' is not module:function"),
-        ("functions:obeys,heavy", "the weight 'heavy' is no finite number; works: functions:obeys,1"),
+        (
+            "functions:obeys,heavy",
+            "the weight 'heavy' is no finite number; works: functions:obeys,1",
+        ),
         ("functions:obeys,inf", "the weight 'inf' is no finite number"),
         ("functions:obeys;functions:obeys,2", "functions:obeys occurs twice"),
         ("no_such:f", "cannot import no_such (ModuleNotFoundError: No module named 'no_such')"),
         ("no_such.py:f", "cannot import no_such.py (FileNotFoundError:"),
         ("functions:obey", "functions has no obey; works: functions:obeys"),
         ("functions:NUMBER", "NUMBER is not a function"),
-        ("functions:takes_two", "takes_two must take (prompt, response, record) (too many positional"),
+        (
+            "functions:takes_two",
+            "takes_two must take (prompt, response, record) (too many positional",
+        ),
         ("dies_early:f", "the process ended with exit code 5"),
     ],
 )
@@ -245,13 +273,17 @@ def test_a_function_that_vanished_fails_responses_and_ends_nothing(functions: Pa
     assert scores.failed.sum() == 3
 
 
-def test_a_function_that_changed_scores_nothing_in_a_worker_that_replaces_another(functions: Path) -> None:
+def test_a_function_that_changed_scores_nothing_in_a_worker_that_replaces_another(
+    functions: Path,
+) -> None:
     """Two sources would score one batch. A worker that has the old one goes on."""
     before = functions.read_text()
     with rewards(f"{functions}:obeys", "reward_worker_count=1") as scorer:
         functions.write_text(before.replace("len(response)", "-1.0"))
         assert scorer.submit(questions(["four"])).result().rewards.tolist() == [4]
-        with pytest.raises(ConfigError, match=r"reward: .*functions\.py has changed since this start"):
+        with pytest.raises(
+            ConfigError, match=r"reward: .*functions\.py has changed since this start"
+        ):
             scorer.submit(questions(["dies", "four", "four"])).result()
         functions.write_text(before)
         assert scorer.submit(questions(["four"])).result().rewards.tolist() == [4]

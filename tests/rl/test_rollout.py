@@ -27,6 +27,10 @@ def test_a_response_ends_where_the_imported_model_states_it(tmp_path: Path) -> N
     mesh = make_mesh(config, jax.devices()[:1])
     roller = Roller(config.rollout, ByteTokenizer(), mesh, num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})
-    says_b = roller.take(jax.device_put(trained_to_say(config, (ord("b"), 9.0)), NamedSharding(mesh, PartitionSpec())))
+    says_b = roller.take(
+        jax.device_put(
+            trained_to_say(config, (ord("b"), 9.0)), NamedSharding(mesh, PartitionSpec())
+        )
+    )
     drawn = roller.read([prompt], 2, roller.start(says_b, [prompt], 2, temperature=0.0))
     assert (drawn.texts, drawn.lengths_R.tolist(), drawn.mask_RxL.sum()) == (["", ""], [2, 2], 2)

@@ -20,7 +20,10 @@ def test_the_ready_config_sorts_lists_that_its_warm_start_sorts_in_one_of_four()
     assert [term.name for term in parse_rewards(config.reward)] == ["is_sorted", "digits_kept"]
     source = PromptSource(config)
     held_out = source.held_out
-    assert held_out is not None and (source.train().num_prompts, held_out.num_prompts) == (9000, 1000)
+    assert held_out is not None and (source.train().num_prompts, held_out.num_prompts) == (
+        9000,
+        1000,
+    )
     unseen = {prompt.text for prompt in held_out.read(0, 1000)}
     right: Counter[bool] = Counter()
     for text in worked_examples(config.prompting, 5000):
@@ -36,7 +39,10 @@ def test_every_list_is_a_record_once_and_only_its_sorted_form_is_right() -> None
     assert len({record["prompt"] for record in records}) == len(records) == 10**4
     record = next(record for record in records if record["prompt"] == "7352>")
     assert record["answer"] == "2357"
-    scores = [sorting.is_sorted("7352>", text, record) for text in ("2357", " 2357\n", "7532", "235", "22357", "")]
+    scores = [
+        sorting.is_sorted("7352>", text, record)
+        for text in ("2357", " 2357\n", "7532", "235", "22357", "")
+    ]
     assert scores == [1, 1, 0, 0, 0, 0]
     kept = [sorting.digits_kept("7352>", text, record) for text in ("7532", "2357", "2353", "")]
     assert kept == [1, 1, 0, 0]
@@ -45,9 +51,15 @@ def test_every_list_is_a_record_once_and_only_its_sorted_form_is_right() -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["max_prefill_predict_length=5"], "has 6 tokens, and 9999 more .*works: max_prefill_predict_length=6"),
+        (
+            ["max_prefill_predict_length=5"],
+            "has 6 tokens, and 9999 more .*works: max_prefill_predict_length=6",
+        ),
         (["prompt_template={question}"], "has no field 'question'"),
-        (["prompt_template={prompt:>20}"], "works: max_prefill_predict_length=21 max_target_length=26"),
+        (
+            ["prompt_template={prompt:>20}"],
+            "works: max_prefill_predict_length=21 max_target_length=26",
+        ),
         (["eval_fraction=1e-5"], "holds out none of 10000 prompts"),
         (["reward=maxbatch.rl.sorting:is_right"], "works: maxbatch.rl.sorting:is_sorted"),
     ],

@@ -46,7 +46,10 @@ def test_a_record_without_an_answer_or_tests_is_a_failure_and_no_score() -> None
             passes_tests("", "1", record)
 
 
-RIGHT = "Here it is:\n```python\nimport math\ndef double(x):\n    return math.prod([2, x])\n```\nThat is all."
+RIGHT = (
+    "Here it is:\n```python\nimport math\ndef double(x):\n    return math.prod([2, x])\n```\nThat "
+    "is all."
+)
 TESTS = {"tests": ["assert double(2) == 4", "assert double(0) == 0"]}
 
 
@@ -55,20 +58,31 @@ def test_a_program_passes_all_of_its_tests_or_has_no_score(monkeypatch: pytest.M
     assert passes_tests("", RIGHT, TESTS) == 1.0
     assert passes_tests("", "def double(x):\n    return x + 2", {"tests": TESTS["tests"][0]}) == 1.0
     monkeypatch.setattr(verifiers, "PROGRAM_MEMORY_BYTES", 1 << 28)
-    wrong = ("def double(x):\n    return x + 2", "import os\nos._exit(0)", "raise SystemExit", "double = (",
-             "double = lambda x: 2 * x\nlist(range(1 << 26))", "print('x' * 10)",
-             "import os\nfor i in range(3, 20):\n    try:\n        while True: os.write(i, b'x' * 65536)\n"
-             "    except OSError: pass")  # fmt: skip
+    wrong = (
+        "def double(x):\n    return x + 2",
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+        "double = (",
+        "double = lambda x: 2 * x\nlist(range(1 << 26))",
+        "print('x' * 10)",
+        "import os\nfor i in range(3, 20):\n    try:\n        while True: os.write(i, b'x' * "
+        "65536)\n    except OSError: pass",
+    )
     for program in wrong:
         assert passes_tests("", program, TESTS) == 0.0, program
 
 
 def test_a_program_passes_whatever_it_leaves_behind() -> None:
-    forks = "import os\nif not os.fork():\n    import time\n    time.sleep(61.3)\ndef double(x):\n    return 2 * x"
+    forks = (
+        "import os\nif not os.fork():\n    import time\n    time.sleep(61.3)\ndef double(x):\n    "
+        "return 2 * x"
+    )
     assert passes_tests("", forks, TESTS) == 1.0
 
 
-def test_a_process_that_cannot_begin_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_begin_is_a_failure_and_no_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(verifiers, "_ROOT", "/nowhere")
     monkeypatch.setattr(verifiers.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="did not start"):
@@ -81,7 +95,10 @@ def test_a_program_ends_with_the_process_that_asked(tmp_path: Path) -> None:
         "import os, signal, time\nsignal.alarm(0)\nos.fork()\nwhile True:\n"
         f"    open({str(marks)!r}, 'ab').write(b'x')\n    time.sleep(0.02)"
     )
-    asking = f"from maxbatch.rl.verifiers import passes_tests\npasses_tests('', {program!r}, {{'tests': 'pass'}})"
+    asking = (
+        f"from maxbatch.rl.verifiers import passes_tests\npasses_tests('', {program!r}, "
+        "{'tests': 'pass'})"
+    )
     process = subprocess.Popen([sys.executable, "-c", asking])
     end = time.monotonic() + 60
     while not marks.exists() and time.monotonic() < end:
@@ -94,7 +111,9 @@ def test_a_program_ends_with_the_process_that_asked(tmp_path: Path) -> None:
     assert marks.stat().st_size == size
 
 
-def test_a_program_that_never_ends_is_stopped_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_never_ends_is_stopped_with_what_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(verifiers, "PROGRAM_LIMIT_S", 1.0)
     started = time.monotonic()
     endless = "import subprocess\nsubprocess.Popen(['sleep', '61.2'])\nwhile True: pass"

@@ -23,7 +23,12 @@ def test_worked_examples_that_no_checkpoint_was_trained_on_are_written_anew(
     folder = Path(warm_start.warm_start_folder(str(tmp_path)))
 
     def examples(seed: int) -> str:
-        overrides = [f"run_dir={tmp_path}", "warm_start_steps=1", f"data_shuffle_seed={seed}", "batch_size=4"]
+        overrides = [
+            f"run_dir={tmp_path}",
+            "warm_start_steps=1",
+            f"data_shuffle_seed={seed}",
+            "batch_size=4",
+        ]
         config = load_config(str(configs_dir() / "post_train" / "rl.yml"), overrides=overrides)
         batch = BatchPlan.from_config(config, 1).rl
         assert batch is not None
@@ -39,7 +44,9 @@ def test_worked_examples_that_no_checkpoint_was_trained_on_are_written_anew(
 
 def test_a_warm_start_names_no_next_command(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr(warm_start, "train", lambda *_, **keywords: opened.append(SimpleNamespace(**keywords)))
+    monkeypatch.setattr(
+        warm_start, "train", lambda *_, **keywords: opened.append(SimpleNamespace(**keywords))
+    )
     batch: Any = SimpleNamespace(micro_batch_size=4, num_trainer_devices=1, effective_batch_size=4)
     warm_start.warm_up(load_config("rl", ["warm_start_path=examples.jsonl"]), batch, [])
     nothing: list[Any] = [None] * 7

@@ -1,4 +1,6 @@
-"""The steps of `metrics.jsonl` are always 1, 2, 3, ...; a hole is reported once, and never gives a traceback."""
+"""The steps of `metrics.jsonl` are always 1, 2, 3, ...; a hole is reported once, and never gives a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 def record(step: int, **fields: Any) -> dict[str, Any]:
     return {
-        "step": step, "samples_seen": BATCH * step, "tokens_seen": 32 * BATCH * step, "global_batch_size": BATCH,
-        "stage": 0, "loss": 1.5, "learning_rate": 0.01, **fields,
-    }  # fmt: skip
+        "step": step,
+        "samples_seen": BATCH * step,
+        "tokens_seen": 32 * BATCH * step,
+        "global_batch_size": BATCH,
+        "stage": 0,
+        "loss": 1.5,
+        "learning_rate": 0.01,
+        **fields,
+    }
 
 
 def lines_of(*steps: int) -> list[str]:
@@ -39,7 +47,10 @@ def lines_of(*steps: int) -> list[str]:
 
 
 def steps_in(folder: RunFolder) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"]
+        for line in (folder.path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def resume(folder: RunFolder, step: int) -> list[str]:
@@ -76,8 +87,11 @@ def test_metrics_are_json_even_where_a_loss_is_not_finite(folder: RunFolder) -> 
     log.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     log.close()
     assert json.loads((folder.path / "metrics.jsonl").read_text()) == {
-        "step": 1, "loss": None, "grad_norm": None, "mfu": None,
-    }  # fmt: skip
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "mfu": None,
+    }
 
 
 HOLES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[int]]] = {
@@ -88,11 +102,23 @@ HOLES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[int]]] = {
     "garbled": (lambda lines: [*lines[:2], b'{"step": 3, "los\n', *lines[3:]], [3]),
     "of another type": (lambda lines: [*lines[:2], b"[3]\n", b"null\n", b"3\n", *lines[3:]], [3]),
     "nested too deep": (lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[3:]], [3]),
-    "not UTF-8": (lambda lines: [*lines[:2], b'\xff{"step": 3}\n', b'{"step": 3, "\x80": 1}\n', *lines[3:]], [3]),
-    "with a text for a number": (lambda lines: [*lines[:2], changed(3, samples_seen="24"), *lines[3:]], [3]),
+    "not UTF-8": (
+        lambda lines: [*lines[:2], b'\xff{"step": 3}\n', b'{"step": 3, "\x80": 1}\n', *lines[3:]],
+        [3],
+    ),
+    "with a text for a number": (
+        lambda lines: [*lines[:2], changed(3, samples_seen="24"), *lines[3:]],
+        [3],
+    ),
     "with a true step": (lambda lines: [b'{"step": true}\n', *lines[1:]], [1]),
-    "ahead of the position": (lambda lines: [*lines[:2], changed(3, samples_seen=9999), *lines[3:]], [3]),
-    "behind the one before": (lambda lines: [*lines[:2], changed(3, samples_seen=9), *lines[3:]], [3]),
+    "ahead of the position": (
+        lambda lines: [*lines[:2], changed(3, samples_seen=9999), *lines[3:]],
+        [3],
+    ),
+    "behind the one before": (
+        lambda lines: [*lines[:2], changed(3, samples_seen=9), *lines[3:]],
+        [3],
+    ),
     "off by one": (lambda lines: [*lines[:2], changed(3, samples_seen=25), *lines[3:]], [3]),
     "other than the checkpoint": (lambda lines: [*lines[:5], changed(6, samples_seen=47)], [6]),
 }
@@ -135,7 +161,9 @@ def test_the_metrics_of_a_branch_begin_at_its_fork(folder: RunFolder) -> None:
 
 def test_several_updates_from_the_same_prompts_are_no_hole(folder: RunFolder) -> None:
     updates = [record(step, samples_seen=seen) for step, seen in enumerate((0, 4, 4, 8), start=1)]
-    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(update) + "\n" for update in updates))
+    (folder.path / "metrics.jsonl").write_text(
+        "".join(json.dumps(update) + "\n" for update in updates)
+    )
     MetricsLog(folder, 4, 8, pytest.fail).close()
 
 
@@ -152,7 +180,9 @@ def test_several_updates_from_the_same_prompts_are_no_hole(folder: RunFolder) ->
         (changed(1, samples_by_source=3).strip(), "must have a sound `samples_by_source`"),
     ],
 )
-def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path: Path, line: bytes, rule: str) -> None:
+def test_a_line_that_is_no_record_is_named_by_its_number(
+    tmp_path: Path, line: bytes, rule: str
+) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line + b"\n" + lines_of(2)[0].encode())
     with pytest.raises(ConfigError) as error:
         read_metrics(tmp_path)
@@ -160,20 +190,25 @@ def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path: Path, line: b
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_metrics_that_are_no_file_are_one_line(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_metrics_that_are_no_file_are_one_line(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(ConfigError, match=r"metrics.jsonl: must be a file"):
         read_metrics(tmp_path)
 
 
-def test_a_full_disk_leaves_no_half_line(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_line(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = MetricsLog(folder, 0, 0, pytest.fail)
     log.append(record(1))
     path = folder.path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
     try:
-        with pytest.raises(ConfigError, match="cannot be written"):  # the limit says EFBIG, not ENOSPC
+        # the limit says EFBIG, not ENOSPC
+        with pytest.raises(ConfigError, match="cannot be written"):
             log.append(record(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -16,14 +16,23 @@ from tests.helpers.tiny import tiny_config
 
 
 def test_a_run_that_diverges_says_so_in_its_folder(tmp_path: Path) -> None:
-    keys = ("learning_rate=1e30", "max_consecutive_skips=2", "steps=9", "enable_checkpointing=false")
+    keys = (
+        "learning_rate=1e30",
+        "max_consecutive_skips=2",
+        "steps=9",
+        "enable_checkpointing=false",
+    )
     with pytest.raises(DivergedError):
         train(tiny_config(*keys, f"run_dir={tmp_path / 'run'}"), jax.devices()[:1])
     outcome = read_outcome(tmp_path / "run")
-    assert outcome is not None and outcome.status == Status.DIVERGED and "not finite" in outcome.reason
+    assert (
+        outcome is not None and outcome.status == Status.DIVERGED and "not finite" in outcome.reason
+    )
 
 
-def test_a_look_at_a_finished_run_keeps_its_outcome_and_a_further_update_ends_it(tmp_path: Path) -> None:
+def test_a_look_at_a_finished_run_keeps_its_outcome_and_a_further_update_ends_it(
+    tmp_path: Path,
+) -> None:
     def start(steps: int) -> None:
         train(tiny_config(f"steps={steps}", f"run_dir={tmp_path / 'run'}"), jax.devices()[:1])
 
@@ -33,7 +42,10 @@ def test_a_look_at_a_finished_run_keeps_its_outcome_and_a_further_update_ends_it
     start(steps=1)
     assert read_outcome(tmp_path / "run") == done
     with pytest.raises(ConfigError):
-        train(tiny_config("steps=2", "data_shuffle_seed=9", f"run_dir={tmp_path / 'run'}"), jax.devices()[:1])
+        train(
+            tiny_config("steps=2", "data_shuffle_seed=9", f"run_dir={tmp_path / 'run'}"),
+            jax.devices()[:1],
+        )
     assert read_outcome(tmp_path / "run") == done, "a refused start changes nothing"
     start(steps=2)
     assert read_outcome(tmp_path / "run") is None
@@ -48,7 +60,9 @@ def test_only_divergence_is_recorded_by_the_run_itself(tmp_path: Path) -> None:
     assert read_outcome(tmp_path) == (Status.DIVERGED, "9 updates in a row")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"status": "lost", "reason": ""}', '{"status": "done"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"status": "lost", "reason": ""}', '{"status": "done"}']
+)
 def test_a_damaged_outcome_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "outcome.json").write_text(text)
     with pytest.raises(ConfigError, match=r"outcome\.json: cannot be read"):

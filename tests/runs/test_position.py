@@ -1,4 +1,6 @@
-"""The JSON of a checkpoint is believed if its checksum holds, and checked against all there is if it has none."""
+"""The JSON of a checkpoint is believed if its checksum holds, and checked against all there is if
+it has none.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from maxbatch.runs.position import (
     StoredParameter,
     committed_steps,
     read_record,
-)  # fmt: skip
+)
 
 RECORD = CheckpointRecord(
-    Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)), {"data": {"seed": 0}, "model": {"vocab": 3}}, 7, (2, 1)
+    Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)),
+    {"data": {"seed": 0}, "model": {"vocab": 3}},
+    7,
+    (2, 1),
 )
 SUMMED = RECORD._replace(
     parameters={"embedding": StoredParameter((3, 2), "bfloat16", 11)},
@@ -68,8 +73,12 @@ def test_what_was_written_is_read_and_only_gains_fields(tmp_path: Path) -> None:
         assert read_record(tmp_path / "checkpoints" / "4") == record
     assert old().keys() == {"position", "identity", "checksum", "hosts"}
     assert old()["position"] == {
-        "step": 4, "samples_seen": 40, "skipped_updates": 1, "consecutive_skips": 0, "noise_scale": [0.5, 0.25, 1e-3],
-    }  # fmt: skip
+        "step": 4,
+        "samples_seen": 40,
+        "skipped_updates": 1,
+        "consecutive_skips": 0,
+        "noise_scale": [0.5, 0.25, 1e-3],
+    }
 
 
 def test_any_changed_character_is_noticed(tmp_path: Path) -> None:
@@ -87,7 +96,14 @@ def test_a_checksum_that_holds_is_believed_whatever_the_metrics_say(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "parameters", [[], 3, {"a": 3}, {"a": {"shape": [1], "dtype": "float32"}}, {"a": {"shape": [-1], "checksum": 1}}]
+    "parameters",
+    [
+        [],
+        3,
+        {"a": 3},
+        {"a": {"shape": [1], "dtype": "float32"}},
+        {"a": {"shape": [-1], "checksum": 1}},
+    ],
 )
 def test_wrong_checksums_of_parameters_are_damage(tmp_path: Path, parameters: Any) -> None:
     saved = SUMMED._replace(parameters=None).to_json() | {"parameters": parameters}
@@ -99,14 +115,22 @@ def test_wrong_checksums_of_parameters_are_damage(tmp_path: Path, parameters: An
 
 
 def write_metrics(run_dir: Path, *samples_seen: int) -> None:
-    line = {"step": 4, "tokens_seen": 1, "global_batch_size": 10, "stage": 0, "loss": 1.0, "learning_rate": 1.0}
+    line = {
+        "step": 4,
+        "tokens_seen": 1,
+        "global_batch_size": 10,
+        "stage": 0,
+        "loss": 1.0,
+        "learning_rate": 1.0,
+    }
     lines = [json.dumps(line | {"samples_seen": seen}) + "\n" for seen in samples_seen]
     (run_dir / "metrics.jsonl").write_text("garbled\n" + "".join(lines))
 
 
 def test_without_a_checksum_it_must_agree_with_the_metrics_of_its_step(tmp_path: Path) -> None:
     write(tmp_path, old())
-    assert read_record(tmp_path / "checkpoints" / "4") == RECORD  # no metrics: there is nothing to agree with
+    # no metrics: there is nothing to agree with
+    assert read_record(tmp_path / "checkpoints" / "4") == RECORD
     write_metrics(tmp_path, 40)
     assert read_record(tmp_path / "checkpoints" / "4") == RECORD
     write_metrics(tmp_path, 50)
@@ -117,7 +141,9 @@ def test_without_a_checksum_it_must_agree_with_the_metrics_of_its_step(tmp_path:
 
 
 @pytest.mark.parametrize("saved", [old, RECORD.to_json])
-def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callable[[], Any]) -> None:
+def test_it_must_agree_with_the_name_of_its_folder(
+    tmp_path: Path, saved: Callable[[], Any]
+) -> None:
     write(tmp_path, saved(), step=5)
     with pytest.raises(DamagedError, match="it states step 4"):
         read_record(tmp_path / "checkpoints" / "5")
@@ -126,25 +152,56 @@ def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callab
 @pytest.mark.parametrize(
     "saved",
     [
-        *("", "[]", "null", "3", '"position"', "{}", '{"position": 4}', "[" * 100_000, "9" * 5000, "\x00"),
-        *(changed("position", "samples_seen", value) for value in (-96, "96", None, 4.0, True, [40], {}, 1e999)),
+        *(
+            "",
+            "[]",
+            "null",
+            "3",
+            '"position"',
+            "{}",
+            '{"position": 4}',
+            "[" * 100_000,
+            "9" * 5000,
+            "\x00",
+        ),
+        *(
+            changed("position", "samples_seen", value)
+            for value in (-96, "96", None, 4.0, True, [40], {}, 1e999)
+        ),
         *(changed("position", "step", value) for value in (-4, "4", None, 4.5, True)),
         *(changed("position", "skipped_updates", value) for value in (-1, "1", None, 5)),
         *(changed("position", "consecutive_skips", value) for value in (-1, None, 2)),
         *(changed("position", "samples_planned", value) for value in (-1, "1", 4.0)),
-        *(changed("position", "noise_scale", value) for value in (None, 3, [], [1, 2], [1, 2, 3, 4], ["a", 1, 2])),
-        *(changed("position", "noise_scale", [value, 0.0, 0.0]) for value in (float("nan"), None, True)),
-        *(changed(None, "hosts", value) for value in (["a"], None, [1], [1, 2], [0, 0], [1, 1, 1], 3, ["1", "1"])),
+        *(
+            changed("position", "noise_scale", value)
+            for value in (None, 3, [], [1, 2], [1, 2, 3, 4], ["a", 1, 2])
+        ),
+        *(
+            changed("position", "noise_scale", [value, 0.0, 0.0])
+            for value in (float("nan"), None, True)
+        ),
+        *(
+            changed(None, "hosts", value)
+            for value in (["a"], None, [1], [1, 2], [0, 0], [1, 1, 1], 3, ["1", "1"])
+        ),
         *(changed(None, "checksum", value) for value in (-1, 2**32, "7", None, 7.0)),
-        *(changed(None, "identity", value) for value in (None, [], {}, {"data": {}}, {"data": [], "model": {}})),
+        *(
+            changed(None, "identity", value)
+            for value in (None, [], {}, {"data": {}}, {"data": [], "model": {}})
+        ),
         *({key: value for key, value in old().items() if key != left_out} for left_out in old()),
         *(
-            old() | {"position": {key: value for key, value in old()["position"].items() if key != left_out}}
+            old()
+            | {
+                "position": {
+                    key: value for key, value in old()["position"].items() if key != left_out
+                }
+            }
             for left_out in old()["position"]
         ),
     ],
     ids=lambda saved: str(saved)[:60],
-)  # fmt: skip
+)
 def test_every_wrong_value_is_damage(tmp_path: Path, saved: Any) -> None:
     write(tmp_path, saved)
     with pytest.raises(DamagedError) as error:
@@ -152,8 +209,12 @@ def test_every_wrong_value_is_damage(tmp_path: Path, saved: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("make", [None, Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_json_that_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], None] | None) -> None:
+@pytest.mark.parametrize(
+    "make", [None, Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")]
+)
+def test_json_that_is_no_file_is_damage(
+    tmp_path: Path, make: Callable[[Path], None] | None
+) -> None:
     path = write(tmp_path, old())
     path.unlink()
     if make:
@@ -162,7 +223,9 @@ def test_json_that_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], N
         read_record(tmp_path / "checkpoints" / "4")
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")]
+)
 def test_a_file_that_the_system_refuses_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:

@@ -21,7 +21,10 @@ from tests.helpers.stores import Store
 
 
 def test_a_second_process_is_refused_and_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path / "run")), pytest.raises(ConfigError, match=r"run_dir=.*another process"):
+    with (
+        RunFolder(str(tmp_path / "run")),
+        pytest.raises(ConfigError, match=r"run_dir=.*another process"),
+    ):
         RunFolder(str(tmp_path / "run"))
     with RunFolder(str(tmp_path / "run")):
         pass
@@ -31,12 +34,17 @@ def test_a_run_whose_lock_was_removed_stops(tmp_path: Path) -> None:
     with RunFolder(str(tmp_path / "run")) as held:
         held.check()
         (tmp_path / "run" / ".lock").unlink()  # as by `rm -r run_dir`
-        with RunFolder(str(tmp_path / "run")) as other, pytest.raises(LeaseLost, match="its lock was removed"):
+        with (
+            RunFolder(str(tmp_path / "run")) as other,
+            pytest.raises(LeaseLost, match="its lock was removed"),
+        ):
             other.check()
             held.check()
 
 
-def test_a_second_process_is_refused_in_a_bucket_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_is_refused_in_a_bucket_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.3)
     monkeypatch.setattr(leases, "_LOOK_S", 0.1)
     run_dir = store.bucket() + "/run"
@@ -78,7 +86,9 @@ def test_what_is_of_the_wrong_kind_is_refused_before_training(
     tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / name)
-    with pytest.raises(ConfigError, match=rf"run_dir=.*: {name} in it must be a (file|folder); move it away"):
+    with pytest.raises(
+        ConfigError, match=rf"run_dir=.*: {name} in it must be a (file|folder); move it away"
+    ):
         RunFolder(str(tmp_path))
 
 
@@ -113,14 +123,22 @@ def test_a_run_has_a_random_id_from_its_first_start_on(tmp_path: Path) -> None:
             assert folder.identity is not None and not folder.identity.is_older
             ids.append(folder.identity.run_id)
     assert ids[0] == ids[1] != ids[2]
-    assert folder.identity.wrote(ids[2]) and not folder.identity.wrote(ids[0]) and not folder.identity.wrote(None)
+    assert (
+        folder.identity.wrote(ids[2])
+        and not folder.identity.wrote(ids[0])
+        and not folder.identity.wrote(None)
+    )
 
 
 def test_a_run_made_before_there_were_ids_gets_one_and_keeps_its_states(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for _ in range(2):
         with RunFolder(str(tmp_path)) as folder:
-            assert folder.identity is not None and folder.identity.wrote(None) and not folder.identity.wrote("another")
+            assert (
+                folder.identity is not None
+                and folder.identity.wrote(None)
+                and not folder.identity.wrote("another")
+            )
 
 
 @pytest.mark.parametrize("content", [None, "{"])
@@ -130,8 +148,13 @@ def test_a_run_whose_id_is_lost_takes_the_one_that_its_newest_sound_checkpoint_h
     for step, name in ((3, "older"), (10, "newer"), (20, "damaged")):
         checkpoint = tmp_path / "checkpoints" / str(step) / "position"
         checkpoint.mkdir(parents=True)
-        record = CheckpointRecord(Position(step, 8 * step), {"data": {}, "model": {}}, 0, (1, 1), run_id=name)
-        write_json(checkpoint / "metadata", record.to_json() | ({"run_id": "other"} if name == "damaged" else {}))
+        record = CheckpointRecord(
+            Position(step, 8 * step), {"data": {}, "model": {}}, 0, (1, 1), run_id=name
+        )
+        write_json(
+            checkpoint / "metadata",
+            record.to_json() | ({"run_id": "other"} if name == "damaged" else {}),
+        )
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     for _ in range(2):
@@ -147,7 +170,9 @@ def test_a_damaged_id_is_made_anew(tmp_path: Path, content: str) -> None:
         assert folder.identity == read_identity(tmp_path)
 
 
-def test_hosts_know_the_folder_of_the_first_one_from_another_at_the_same_path(tmp_path: Path) -> None:
+def test_hosts_know_the_folder_of_the_first_one_from_another_at_the_same_path(
+    tmp_path: Path,
+) -> None:
     """Also from a copy of it, with the same id."""
     with RunFolder(str(tmp_path / "run")) as first:
         first.start_together()

@@ -40,13 +40,23 @@ def times(*steps: int) -> dict[int, UpdateSeconds]:
 
 
 def line(step: int, seconds: float = 2.0) -> str:
-    required = {"samples_seen": step, "tokens_seen": step, "global_batch_size": 1, "stage": 0, "loss": 1.0}
-    return json.dumps({"step": step, **required, "learning_rate": 1.0, "step_time_s": seconds, "data_wait_s": 0.5})
+    required = {
+        "samples_seen": step,
+        "tokens_seen": step,
+        "global_batch_size": 1,
+        "stage": 0,
+        "loss": 1.0,
+    }
+    return json.dumps(
+        {"step": step, **required, "learning_rate": 1.0, "step_time_s": seconds, "data_wait_s": 0.5}
+    )
 
 
 def test_updates_that_are_trained_again_are_lost() -> None:
     (found,) = resumed([session(0, 1, 5, updates_kept=10)], 3, 100, times(4, 5))
-    assert (found.seconds["updates_kept"], found.seconds["updates_lost"]) == (7, 3), "two updates of 1.5 s"
+    assert (found.seconds["updates_kept"], found.seconds["updates_lost"]) == (7, 3), (
+        "two updates of 1.5 s"
+    )
     assert found.ended == 10
 
 
@@ -59,7 +69,9 @@ def test_updates_are_lost_once_however_often_the_run_starts_again() -> None:
 def test_a_damaged_checkpoint_loses_updates_of_several_sessions() -> None:
     sessions = [session(0, 1, 10, updates_kept=10), session(20, 11, 14, updates_kept=4)]
     one, two = resumed(sessions, 5, 100, {})
-    assert [one.seconds["updates_lost"], two.seconds["updates_lost"]] == [5, 4], "by the mean where no line is left"
+    assert [one.seconds["updates_lost"], two.seconds["updates_lost"]] == [5, 4], (
+        "by the mean where no line is left"
+    )
     three = session(40, 6, 20, updates_kept=15)
     assert resumed([one, two, three], 20, 100, {}) == [one, two, three]
 
@@ -69,7 +81,11 @@ def test_a_killed_session_is_completed_from_the_lines_of_its_updates() -> None:
     (found,) = resumed([killed], 5, 100, times(4, 5))
     assert (found.last_step, found.ended) == (5, 10), "4 s more, of which 1 s was counted"
     assert sum(found.seconds.values()) == found.ended
-    assert (found.seconds["waiting_for_data"], found.seconds["updates_kept"], found.seconds["updates_lost"]) == (
+    assert (
+        found.seconds["waiting_for_data"],
+        found.seconds["updates_kept"],
+        found.seconds["updates_lost"],
+    ) == (
         1,
         9,
         0,
@@ -89,7 +105,9 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
     started = time.time() - 2
     with RunFolder(str(tmp_path)) as folder:
         with SessionLog(folder, started, 2, 8, writes=True) as log:
-            assert read_sessions(tmp_path)[0].first_step is None, "the line is there from the start on"
+            assert read_sessions(tmp_path)[0].first_step is None, (
+                "the line is there from the start on"
+            )
             log.stand_at(0)
             with log.during(TimePart.UPDATES_LOST):
                 time.sleep(0.02)
@@ -111,9 +129,15 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
     assert first.seconds["waiting_for_data"] == 0.01
     assert first.seconds["eval"] >= 0.01
     assert first.seconds["updates_kept"] >= 0.004
-    assert first.seconds["updates_lost"] >= 0.014, "update 2, which is trained again, and the one under way at the end"
-    assert second.seconds["since_session_before"] == pytest.approx(second.started - first.ended, abs=0.01)
-    assert sum(total_seconds([first, second]).values()) == pytest.approx(second.ended - started, abs=0.02)
+    assert first.seconds["updates_lost"] >= 0.014, (
+        "update 2, which is trained again, and the one under way at the end"
+    )
+    assert second.seconds["since_session_before"] == pytest.approx(
+        second.started - first.ended, abs=0.01
+    )
+    assert sum(total_seconds([first, second]).values()) == pytest.approx(
+        second.ended - started, abs=0.02
+    )
 
 
 def test_time_that_is_counted_already_is_not_counted_twice() -> None:
@@ -141,13 +165,18 @@ def test_a_line_that_cannot_be_read_is_left_out(tmp_path: Path, wrong: str) -> N
     assert read_sessions(tmp_path) == [sound]
 
 
-def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lost(store: Store) -> None:
+def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lost(
+    store: Store,
+) -> None:
     run_dir = as_path(f"{store.bucket()}/run")
     with RunFolder(str(run_dir)) as folder:
         with SessionLog(folder, time.time(), 4, 16, writes=True) as log:
             log.stand_at(0)
             log.record(1)
-        with pytest.raises(KeyboardInterrupt), SessionLog(folder, time.time(), 2, 8, writes=True) as log:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            SessionLog(folder, time.time(), 2, 8, writes=True) as log,
+        ):
             log.stand_at(1)
             assert isinstance(folder._hold, Lease)
             folder._hold.lost = "another process has taken the run over"
@@ -159,15 +188,26 @@ def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lo
 @pytest.mark.parametrize(
     "damage",
     [
-        {"last_step": 10**13}, {"first_step": 10**13, "last_step": 10**13}, {"first_step": -(10**13)},
-        {"last_step": -5}, {"hosts": 10**400}, {"devices": 0}, {"started": 1e300}, {"ended": math.nan},
-        {"seconds": NOTHING | {"eval": 10**400}}, {"seconds": NOTHING | {"eval": 1e300}},
+        {"last_step": 10**13},
+        {"first_step": 10**13, "last_step": 10**13},
+        {"first_step": -(10**13)},
+        {"last_step": -5},
+        {"hosts": 10**400},
+        {"devices": 0},
+        {"started": 1e300},
+        {"ended": math.nan},
+        {"seconds": NOTHING | {"eval": 10**400}},
+        {"seconds": NOTHING | {"eval": 1e300}},
     ],
     ids=str,
-)  # fmt: skip
-def test_a_line_with_numbers_that_no_run_has_is_left_out(tmp_path: Path, damage: dict[str, object]) -> None:
+)
+def test_a_line_with_numbers_that_no_run_has_is_left_out(
+    tmp_path: Path, damage: dict[str, object]
+) -> None:
     sound = session(1e9, 1, 5, updates_kept=10).to_json()
-    (tmp_path / SESSIONS_FILE).write_text("".join(json.dumps(one) + "\n" for one in (sound, sound | damage)))
+    (tmp_path / SESSIONS_FILE).write_text(
+        "".join(json.dumps(one) + "\n" for one in (sound, sound | damage))
+    )
     assert [found.last_step for found in read_sessions(tmp_path)] == [5]
 
 
@@ -188,7 +228,11 @@ def test_a_session_records_what_ended_it_its_versions_and_its_command(tmp_path: 
         with SessionLog(folder, time.time(), 1, 1, True, *facts):
             leave_sessions("host 1 died")
             assert read_sessions(tmp_path)[-1].ended_by == "host 1 died"
-        assert [found.ended_by for found in read_sessions(tmp_path)] == ["done", "error", "host 1 died"]
+        assert [found.ended_by for found in read_sessions(tmp_path)] == [
+            "done",
+            "error",
+            "host 1 died",
+        ]
         for trains in (True, False):
             with SessionLog(folder, time.time(), 1, 1, True, *facts) as log:
                 if trains:
@@ -196,7 +240,9 @@ def test_a_session_records_what_ended_it_its_versions_and_its_command(tmp_path: 
                     log.record(1)
                 leave_sessions("host 1 failed", is_refusal=True)
                 ends = [found.ended_by for found in read_sessions(tmp_path)]
-                assert ends == ["done", "error", "host 1 died", "host 1 failed"], "a refused start leaves no line"
+                assert ends == ["done", "error", "host 1 died", "host 1 failed"], (
+                    "a refused start leaves no line"
+                )
 
 
 def test_what_ended_a_killed_run_is_recorded_by_who_saw_it(tmp_path: Path) -> None:
@@ -211,7 +257,11 @@ def test_what_ended_a_killed_run_is_recorded_by_who_saw_it(tmp_path: Path) -> No
 
 def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
     older = session(0, 1, 4, updates_kept=4)
-    fields = {name: value for name, value in older.to_json().items() if name not in ("ended_by", "versions", "command")}
+    fields = {
+        name: value
+        for name, value in older.to_json().items()
+        if name not in ("ended_by", "versions", "command")
+    }
     (tmp_path / SESSIONS_FILE).write_text(json.dumps(fields) + "\n")
     assert read_sessions(tmp_path) == [older]
 

@@ -1,4 +1,6 @@
-"""The supervisor of child runs: exit codes and outcome files give their results, and no output is lost."""
+"""The supervisor of child runs: exit codes and outcome files give their results, and no output is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ from maxbatch.runs.training_process import TrainingProcess
 from maxbatch.system.errors import ConfigError, PassingFault
 from maxbatch.system.stopping import Stopping
 
-SLEEP = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
+SLEEP = (
+    "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', "
+    "flush=True); time.sleep(60)"
+)
 DIVERGE = (
-    "import json, sys; json.dump({'status': 'diverged', 'reason': 'loss'}, open(sys.argv[2] + '/outcome.json', 'w'));"
-    "print('maxbatch: error: the loss'); sys.exit(1)"
+    "import json, sys; json.dump({'status': 'diverged', 'reason': 'loss'}, open(sys.argv[2] + "
+    "'/outcome.json', 'w'));print('maxbatch: error: the loss'); sys.exit(1)"
 )
 
 
 @pytest.fixture(autouse=True)
 def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """Children are short Python scripts, the first argument after `train`; returns their processes."""
+    """Children are short Python scripts, the first argument after `train`; returns their
+    processes.
+    """
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -37,7 +44,11 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
     ) -> subprocess.Popen[bytes]:
         assert arguments[0] == "train" and tells_passing_faults
         command = [sys.executable, "-c", arguments[1], *arguments[1:]]
-        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open))
+        processes.append(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open
+            )
+        )
         return processes[-1]
 
     monkeypatch.setattr(training_process, "start_child", start)
@@ -82,10 +93,14 @@ class Scripts:
 
 def train(runs: Scripts, parallel: int = 2) -> bool:
     with Stopping() as stop, locked(runs.folder, "trains") as lock:
-        return Supervisor(runs, functools.partial(TrainingProcess, lock), parallel, lambda line: None).train(stop)
+        return Supervisor(
+            runs, functools.partial(TrainingProcess, lock), parallel, lambda line: None
+        ).train(stop)
 
 
-def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(tmp_path: Path) -> None:
+def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(
+    tmp_path: Path,
+) -> None:
     scripts = {
         "done": "print('a gradient that is not finite')",
         "diverged": DIVERGE,
@@ -147,11 +162,15 @@ def test_a_stop_request_reaches_every_child_and_starts_nothing_new(tmp_path: Pat
     runs = Scripts(tmp_path, {"a": SLEEP, "b": "import sys, time; time.sleep(60)", "c": "pass"})
     runs.stop = Stopping()
     assert not train(runs)
-    assert {name: end.status for name, end in runs.ends.items()} == {"a": None, "b": None}, "b died of the signal"
+    assert {name: end.status for name, end in runs.ends.items()} == {"a": None, "b": None}, (
+        "b died of the signal"
+    )
     assert [name for name, _ in runs.left] == ["c"]
 
 
-def test_children_end_with_an_exception(tmp_path: Path, scripts_for_children: list[subprocess.Popen[bytes]]) -> None:
+def test_children_end_with_an_exception(
+    tmp_path: Path, scripts_for_children: list[subprocess.Popen[bytes]]
+) -> None:
     class Failing(Scripts):
         def ended(self, run: ChildRun[str], end: ChildEnd) -> None:
             super().ended(run, end)
@@ -163,15 +182,23 @@ def test_children_end_with_an_exception(tmp_path: Path, scripts_for_children: li
 
 
 def test_a_folder_has_one_command_which_waits_for_the_children_of_a_killed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts_for_children: list[subprocess.Popen[bytes]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scripts_for_children: list[subprocess.Popen[bytes]],
 ) -> None:
     with locked(tmp_path, "trains") as lock:
         (tmp_path / "run").mkdir()
         child = TrainingProcess(lock, tmp_path / "run", [SLEEP])
         monkeypatch.setattr(supervisor, "_LOCK_S", 0)
-        with pytest.raises(ConfigError, match="another command trains in it"), locked(tmp_path, "trains"):
+        with (
+            pytest.raises(ConfigError, match="another command trains in it"),
+            locked(tmp_path, "trains"),
+        ):
             pass
-    with pytest.raises(ConfigError, match="another command trains in it"), locked(tmp_path, "trains"):
+    with (
+        pytest.raises(ConfigError, match="another command trains in it"),
+        locked(tmp_path, "trains"),
+    ):
         pass
     threading.Timer(0.2, scripts_for_children[0].kill).start()
     monkeypatch.undo()

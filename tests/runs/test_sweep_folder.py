@@ -23,18 +23,35 @@ def test_the_metric_is_the_last_eval_or_the_mean_of_the_last_tenth() -> None:
 
 def test_trials_of_different_batches_are_also_compared_at_equal_tokens() -> None:
     folder = SweepFolder(Path("sw"))
-    for number, (batch, losses) in enumerate([(1, [5.0, 4.0, 3.0, 2.0]), (2, [4.5, 2.5, 1.5, 0.5])]):
+    for number, (batch, losses) in enumerate(
+        [(1, [5.0, 4.0, 3.0, 2.0]), (2, [4.5, 2.5, 1.5, 0.5])]
+    ):
         trial = folder.add(number, {"global_batch_size": str(batch)}, None)
         lines = [
-            {"step": step, "samples_seen": batch * step, "tokens_seen": 8 * batch * step, "global_batch_size": batch,
-             "stage": 0, "loss": loss, "learning_rate": 1e-3, "loss_weight": 1.0}
+            {
+                "step": step,
+                "samples_seen": batch * step,
+                "tokens_seen": 8 * batch * step,
+                "global_batch_size": batch,
+                "stage": 0,
+                "loss": loss,
+                "learning_rate": 1e-3,
+                "loss_weight": 1.0,
+            }
             for step, loss in enumerate(losses, start=1)
-        ]  # fmt: skip
-        (trial.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        ]
+        (trial.folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
         folder.finish(trial, Status.DONE)
     best, other = folder.results("loss")
     assert (best.trial.number, best.value, best.tokens, best.at_equal_tokens) == (1, 0.5, 64, 2.5)
-    assert (other.trial.number, other.value, other.tokens, other.at_equal_tokens) == (0, 2.0, 32, 2.0)
+    assert (other.trial.number, other.value, other.tokens, other.at_equal_tokens) == (
+        0,
+        2.0,
+        32,
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,24 +67,41 @@ def test_trials_of_different_batches_are_also_compared_at_equal_tokens() -> None
         (["0.001"], "0.001", None),
     ],
 )
-def test_a_best_trial_at_the_edge_of_the_space_is_pointed_out(space: object, value: str, said: str | None) -> None:
+def test_a_best_trial_at_the_edge_of_the_space_is_pointed_out(
+    space: object, value: str, said: str | None
+) -> None:
     sentences = at_the_edge({"learning_rate": space}, {"learning_rate": value})
-    expected = f"the best trial has learning_rate={value}, the {said}: better ones may lie beyond it"
+    expected = (
+        f"the best trial has learning_rate={value}, the {said}: better ones may lie beyond it"
+    )
     assert sentences == ([expected] if said else [])
     assert at_the_edge({"opt_type": ["adamw", "lion"]}, {"opt_type": "lion"}) == []
 
 
 def test_a_sweep_as_data_has_its_numbers_as_numbers(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
-    parameters = {"learning_rate": {"low": "0.001", "high": "0.01", "log": True}, "global_batch_size": ["8", "16"],
-                  "packing": ["true", "false"], "opt_type": ["adamw"]}  # fmt: skip
-    folder.write({"sampler": "random", "metric": "loss", "seed": 0, "parameters": parameters, "log_keys": []})
-    texts = {"learning_rate": "0.002", "global_batch_size": "16", "packing": "true", "opt_type": "adamw"}
+    parameters = {
+        "learning_rate": {"low": "0.001", "high": "0.01", "log": True},
+        "global_batch_size": ["8", "16"],
+        "packing": ["true", "false"],
+        "opt_type": ["adamw"],
+    }
+    folder.write(
+        {"sampler": "random", "metric": "loss", "seed": 0, "parameters": parameters, "log_keys": []}
+    )
+    texts = {
+        "learning_rate": "0.002",
+        "global_batch_size": "16",
+        "packing": "true",
+        "opt_type": "adamw",
+    }
     folder.add(0, texts, None)
     found = folder.to_dict()
     values = {"learning_rate": 0.002, "global_batch_size": 16, "packing": True, "opt_type": "adamw"}
     assert found["trials"][0]["overrides"] == values
     assert found["parameters"] == {
-        "learning_rate": {"low": 0.001, "high": 0.01, "log": True}, "global_batch_size": [8, 16],
-        "packing": [True, False], "opt_type": ["adamw"],
-    }  # fmt: skip
+        "learning_rate": {"low": 0.001, "high": 0.01, "log": True},
+        "global_batch_size": [8, 16],
+        "packing": [True, False],
+        "opt_type": ["adamw"],
+    }

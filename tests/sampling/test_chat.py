@@ -31,7 +31,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer("huggingface", str(folder))
 
 
-def chat(tokenizer: Tokenizer, *likely: tuple[int, float], context: int = 128, system: str = "") -> Chat:
+def chat(
+    tokenizer: Tokenizer, *likely: tuple[int, float], context: int = 128, system: str = ""
+) -> Chat:
     params = trained_to_say(CONFIG, *likely)
     return Chat(params, tokenizer, CONFIG.decoder, GREEDY, context, system)
 
@@ -49,22 +51,32 @@ def test_an_answer_that_ends_at_once_or_not_at_all_says_so(
 ) -> None:
     for likely, printed, note in (
         ((END, 50.0), "\n", "the answer is empty: the model ended its turn at once"),
-        ((int(tokenizer.encode("x")[0]), 50.0), "xxxxxx\n", "the answer is cut off; --max-new-tokens"),
+        (
+            (int(tokenizer.encode("x")[0]), 50.0),
+            "xxxxxx\n",
+            "the answer is cut off; --max-new-tokens",
+        ),
     ):
         print_answer(chat(tokenizer, likely), "hi")
         found = capsys.readouterr()
         assert found.out == printed and note in found.err
 
 
-def test_the_oldest_turns_make_room_and_the_message_of_the_system_stays(tokenizer: Tokenizer) -> None:
+def test_the_oldest_turns_make_room_and_the_message_of_the_system_stays(
+    tokenizer: Tokenizer,
+) -> None:
     talked = chat(tokenizer, (END, 50.0), context=LENGTH + 24, system="s")
     for number in range(3):
         assert list(talked.say(f"message {number}")) == []
     assert talked.forgotten > 0
     assert tokenizer.decode_markup(talked._prompt()).startswith("<|im_start|>system\ns<|im_end|>")
-    with pytest.raises(ConfigError, match="tokens with the chat template, and the model reads at most 56; works: a sh"):
+    with pytest.raises(
+        ConfigError,
+        match="tokens with the chat template, and the model reads at most 56; works: a sh",
+    ):
         list(talked.say("word " * 40))
-    assert list(talked.say("again")) == [] and talked.forgotten < 8  # what was refused has pushed nothing out
+    # what was refused has pushed nothing out
+    assert list(talked.say("again")) == [] and talked.forgotten < 8
 
 
 @pytest.mark.runs

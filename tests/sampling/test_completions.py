@@ -21,7 +21,8 @@ TOKENIZER = ByteTokenizer()
 def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() -> None:
     config, params = model()
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 128, length).tolist() for length in (1, 5, 40, 12, 3)]  # one is longer than a row
+    # one is longer than a row
+    prompts = [rng.integers(0, 128, length).tolist() for length in (1, 5, 40, 12, 3)]
 
     def completer(devices: int, most_rows: int | None) -> Completer:
         mesh = make_mesh(config, jax.devices()[:devices])

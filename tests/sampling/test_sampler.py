@@ -32,8 +32,12 @@ class Endless(ByteTokenizer):
     eos_id = None
 
 
-def prompts(rows: Sequence[int] = range(B), behind: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts of 1 to P tokens, their lengths and the ids of their draws; `behind` lies behind each."""
+def prompts(
+    rows: Sequence[int] = range(B), behind: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Prompts of 1 to P tokens, their lengths and the ids of their draws; `behind` lies behind
+    each.
+    """
     rng = np.random.default_rng(0)
     lengths = np.array([1, P, 3, 5, P, 2], np.int32)
     tokens = rng.integers(0, 256, (B, P)).astype(np.int32)
@@ -50,10 +54,16 @@ def model(*overrides: str) -> tuple[Config, nnx.State]:
 
 
 def respond(config: Config, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
-    named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
+    named = {
+        field.name: options.pop(field.name)
+        for field in fields(SamplingRules)
+        if field.name in options
+    }
     rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
-    return jax.device_get(Sampler(config.decoder, **options)(params, PromptRows(*(inputs or prompts())), rules))
+    return jax.device_get(
+        Sampler(config.decoder, **options)(params, PromptRows(*(inputs or prompts())), rules)
+    )
 
 
 def tokens_that_count(responses: Responses) -> np.ndarray:
@@ -71,7 +81,9 @@ def training_logprobs(config: Config, params: nnx.State, responses: Responses) -
         x = decoder.hidden(tokens, segments).x_MxLxD
         w = decoder.output_projection().astype(x.dtype)
         logits = jnp.einsum("bld,dv->blv", x, w, preferred_element_type=jnp.float32)
-        return jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=2)[..., 0]
+        return jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=2)[
+            ..., 0
+        ]
 
     segments = (np.arange(LENGTH)[None] < responses.lengths_B[:, None]).astype(np.int32)
     return np.pad(forward(params, responses.tokens_BxL, segments), ((0, 0), (1, 0)))
@@ -84,12 +96,18 @@ def training_logprobs(config: Config, params: nnx.State, responses: Responses) -
         ("scan_layers=false", "logits_via_embedding=true"),
         ("scan_layers=true", "logits_via_embedding=false", "base_num_kv_heads=4"),
         (
-            "decoder_block=gemma4_small", "base_num_decoder_layers=4", "num_kv_shared_layers=2", "scan_layers=true",
-            "attention_type=local_sliding,global", "sliding_window_size=7",
+            "decoder_block=gemma4_small",
+            "base_num_decoder_layers=4",
+            "num_kv_shared_layers=2",
+            "scan_layers=true",
+            "attention_type=local_sliding,global",
+            "sliding_window_size=7",
         ),
     ],
-)  # fmt: skip
-def test_log_probabilities_are_those_of_the_forward_pass_of_training(overrides: tuple[str, ...]) -> None:
+)
+def test_log_probabilities_are_those_of_the_forward_pass_of_training(
+    overrides: tuple[str, ...],
+) -> None:
     config, params = model(*overrides)
     responses = respond(config, params, tokenizer=Endless())
     counts = tokens_that_count(responses)
@@ -104,7 +122,11 @@ def test_log_probabilities_are_those_of_the_forward_pass_of_training(overrides: 
 def test_in_bfloat16_log_probabilities_are_those_of_a_training_pass_within_2e_3() -> None:
     config, params = model("dtype=bfloat16")
     params = jax.tree.map(lambda x: x, params)
-    for norm in (params["layers"]["attention_norm"], params["layers"]["mlp_norm"], params["final_norm"]):
+    for norm in (
+        params["layers"]["attention_norm"],
+        params["layers"]["mlp_norm"],
+        params["final_norm"],
+    ):
         shape = norm["scale"].shape  # scales that bfloat16 does not have
         norm["scale"][...] = 1 + 0.5 * jax.random.normal(jax.random.key(0), shape)
     responses = respond(config, params, tokenizer=Endless())
@@ -120,7 +142,12 @@ MESHES = {
     "4 devices, tensor": (4, ("ici_tensor_parallelism=4",)),
     "8 devices, tensor x fsdp x pipeline": (
         8,
-        ("ici_tensor_parallelism=2", "ici_pipeline_parallelism=2", "num_pipeline_microbatches=2", "scan_layers=true"),
+        (
+            "ici_tensor_parallelism=2",
+            "ici_pipeline_parallelism=2",
+            "num_pipeline_microbatches=2",
+            "scan_layers=true",
+        ),
     ),
 }
 
@@ -149,8 +176,12 @@ def test_a_prompt_that_is_read_once_for_its_responses_has_the_same_ones(num_devi
     mesh = make_mesh(config, jax.devices()[:num_devices]) if num_devices > 1 else None
     params = model()[1]
     tokens_3xP, lengths_3, _ = prompts(range(3))
-    draw_ids_6x3 = np.stack([np.arange(6) // 2, np.zeros(6), np.arange(6) % 2], axis=1).astype(np.uint32)
-    alone = respond(config, params, np.repeat(tokens_3xP, 2, 0), np.repeat(lengths_3, 2, 0), draw_ids_6x3)
+    draw_ids_6x3 = np.stack([np.arange(6) // 2, np.zeros(6), np.arange(6) % 2], axis=1).astype(
+        np.uint32
+    )
+    alone = respond(
+        config, params, np.repeat(tokens_3xP, 2, 0), np.repeat(lengths_3, 2, 0), draw_ids_6x3
+    )
     shared = respond(config, params, tokens_3xP, lengths_3, draw_ids_6x3, mesh=mesh)
     np.testing.assert_array_equal(shared.tokens_BxL, alone.tokens_BxL)
     np.testing.assert_array_equal(shared.prompt_lengths_B, alone.prompt_lengths_B)
@@ -164,7 +195,9 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
     config = tiny_config("max_target_length=72", "base_num_decoder_layers=1")
     params = nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     tokens_4xP, lengths_4, _ = prompts(range(4))
-    draw_ids_32x3 = np.stack([np.arange(32) // 8, np.zeros(32), np.arange(32) % 8], axis=1).astype(np.uint32)
+    draw_ids_32x3 = np.stack([np.arange(32) // 8, np.zeros(32), np.arange(32) % 8], axis=1).astype(
+        np.uint32
+    )
     inputs = config, params, tokens_4xP, lengths_4, draw_ids_32x3
     a_sixteenth = tuple(range(16))  # of the tokens ends a response
     draw, rows_drawn = sampler._NextToken.__call__, list[int]()
@@ -202,7 +235,9 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
     monkeypatch.setattr(sampler, "jit_responses", sampler.jit_responses.lower)
     sampled = Sampler(config.decoder, TOKENIZER, mesh, prompt_length=P)
     lowered: Any = sampled(
-        abstract_state(config.update, mesh).params, sampled.rows([[0]] * 8, np.zeros((8, 3))), SamplingRules()
+        abstract_state(config.update, mesh).params,
+        sampled.rows([[0]] * 8, np.zeros((8, 3))),
+        SamplingRules(),
     )
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
@@ -213,7 +248,10 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
 
 def test_a_row_has_the_same_response_in_any_batch() -> None:
     config, params = model()
-    parts = [respond(config, params, *prompts(rows), tokenizer=Endless()) for rows in ([3], [5, 0, 4, 2], [1])]
+    parts = [
+        respond(config, params, *prompts(rows), tokenizer=Endless())
+        for rows in ([3], [5, 0, 4, 2], [1])
+    ]
     for field, whole in on_one_device()._asdict().items():
         joined = np.concatenate([getattr(part, field) for part in parts])[[2, 5, 4, 0, 3, 1]]
         np.testing.assert_allclose(joined, whole, atol=1e-5)
@@ -228,8 +266,13 @@ def test_what_lies_behind_a_prompt_does_not_matter() -> None:
 def test_draws_depend_on_the_seed_and_on_each_of_the_three_ids() -> None:
     config, params = model()
     tokens, lengths, _ = prompts([1] * B)
-    ids = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [2**32 - 1, 0, 0], [0, 0, 0]], np.uint32)
-    first, other = (respond(config, params, tokens, lengths, ids, seed=seed).tokens_BxL.tolist() for seed in (0, 1))
+    ids = np.array(
+        [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [2**32 - 1, 0, 0], [0, 0, 0]], np.uint32
+    )
+    first, other = (
+        respond(config, params, tokens, lengths, ids, seed=seed).tokens_BxL.tolist()
+        for seed in (0, 1)
+    )
     assert first[0] == first[5]
     assert len({tuple(row) for row in first + other}) == 10
 
@@ -261,14 +304,18 @@ def test_a_response_ends_with_its_end_token_or_its_limit() -> None:
     assert (responses.tokens_BxL[behind] == TOKENIZER.pad_id).all()
     assert not responses.logprobs_BxL[behind].any()
     for row, prompt in enumerate(tokens):
-        np.testing.assert_array_equal(responses.tokens_BxL[row, : lengths[row]], prompt[: lengths[row]])
+        np.testing.assert_array_equal(
+            responses.tokens_BxL[row, : lengths[row]], prompt[: lengths[row]]
+        )
 
 
 def test_a_full_row_has_no_response() -> None:
     config, params = model()
     full = np.full((2, LENGTH), 65, np.int32)
     ids = np.zeros((2, 3), np.uint32)
-    responses = respond(config, params, full, np.array([LENGTH, LENGTH - 1], np.int32), ids, prompt_length=LENGTH)
+    responses = respond(
+        config, params, full, np.array([LENGTH, LENGTH - 1], np.int32), ids, prompt_length=LENGTH
+    )
     np.testing.assert_array_equal(responses.lengths_B, [LENGTH, LENGTH])
     assert responses.logprobs_BxL[1, -1] < 0 and not responses.logprobs_BxL[:, :-1].any()
 
@@ -279,7 +326,9 @@ def test_draws_follow_the_probabilities_at_the_temperature() -> None:
     ids = np.zeros((rows, 3), np.uint32)
     ids[:, 0] = np.arange(rows)
     ones = np.ones((rows, 1), np.int32)
-    responses = respond(config, params, ones, ones[:, 0], ids, prompt_length=1, temperature=temperature)
+    responses = respond(
+        config, params, ones, ones[:, 0], ids, prompt_length=1, temperature=temperature
+    )
     drawn = responses.tokens_BxL[:, 1]
     logprobs = np.zeros(256)
     logprobs[drawn[drawn < 256]] = responses.logprobs_BxL[drawn < 256, 1]
@@ -305,14 +354,18 @@ def reference_cut(logits: np.ndarray, top_k: int, nucleus_p: float) -> set[int]:
     return kept
 
 
-@pytest.mark.parametrize(("top_k", "nucleus_p"), [(1, 1.0), (5, 1.0), (40, 0.3), (40, 0.9), (7, 0.8), (40, 1e-6)])
+@pytest.mark.parametrize(
+    ("top_k", "nucleus_p"), [(1, 1.0), (5, 1.0), (40, 0.3), (40, 0.9), (7, 0.8), (40, 1e-6)]
+)
 def test_top_k_and_nucleus_keep_what_their_definitions_say(top_k: int, nucleus_p: float) -> None:
     logits = np.random.default_rng(1).normal(0, 2, (3, 40)).astype(np.float32)
     logits[1, ::3] = -np.inf  # ids that are never drawn
     kept = np.isfinite(keep_likeliest(jnp.asarray(logits), top_k, nucleus_p))
     for row in range(3):
         expected = reference_cut(logits[row], top_k, nucleus_p)
-        assert set(np.flatnonzero(kept[row])) == {i for i in expected if np.isfinite(logits[row, i])}
+        assert set(np.flatnonzero(kept[row])) == {
+            i for i in expected if np.isfinite(logits[row, i])
+        }
 
 
 def test_prompts_of_another_width_are_refused() -> None:

@@ -13,14 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.system.atomic_files import descriptor_of, remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.atomic_files import (
+    descriptor_of,
+    remove_leftovers,
+    write_atomically,
+    writing_atomically,
+)
 from maxbatch.system.errors import ConfigError, TrainingError
 
 
 @pytest.mark.parametrize(
     ("content", "stored"), [("ä\n", "ä\n".encode()), (b"\xff\0", b"\xff\0"), ("\udce9", rb"\udce9")]
 )
-def test_text_and_bytes_replace_what_was_there(tmp_path: Path, content: str | bytes, stored: bytes) -> None:
+def test_text_and_bytes_replace_what_was_there(
+    tmp_path: Path, content: str | bytes, stored: bytes
+) -> None:
     path = tmp_path / "file"
     path.write_text("a longer text of before")
     write_atomically(path, content)
@@ -37,7 +44,9 @@ def test_nobody_sees_a_file_before_it_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(
+    tmp_path: Path, error: BaseException
+) -> None:
     path = tmp_path / "file"
     path.write_text("before")
     with pytest.raises(type(error)), writing_atomically(path) as file:
@@ -50,7 +59,11 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path: Path, e
 @pytest.mark.parametrize(
     ("number", "raised", "said"),
     [
-        (errno.ENOSPC, TrainingError, "no space left on the disk; free some and run the same command again"),
+        (
+            errno.ENOSPC,
+            TrainingError,
+            "no space left on the disk; free some and run the same command again",
+        ),
         (errno.EDQUOT, TrainingError, "no space left on the disk"),
         (errno.EROFS, ConfigError, "cannot be written (Read-only file system); give another place"),
     ],

@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxbatch.system.bounded import RefusedContent, has_too_many_values, read_bytes, read_json, read_text
+from maxbatch.system.bounded import (
+    RefusedContent,
+    has_too_many_values,
+    read_bytes,
+    read_json,
+    read_text,
+)
 from maxbatch.system.bounded_yaml import compose_yaml
 
 NINES = "a: &a [1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -91,7 +98,9 @@ def test_yaml_beyond_a_bound_is_refused_by_its_name(text: str, says: str) -> Non
 
 def test_yaml_within_the_bounds_is_composed_as_pyyaml_does() -> None:
     text = "a: &x [1, 2]\nb: *x\nc: {d: 'e'}\n"
-    assert yaml.serialize(compose_yaml(text, "file")) == yaml.serialize(yaml.compose(text, Loader=yaml.SafeLoader))
+    assert yaml.serialize(compose_yaml(text, "file")) == yaml.serialize(
+        yaml.compose(text, Loader=yaml.SafeLoader)
+    )
     assert compose_yaml("", "file") is None
     with pytest.raises(yaml.YAMLError):
         compose_yaml("a: [", "file")

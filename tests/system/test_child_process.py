@@ -22,7 +22,10 @@ if sys.argv[2] == "later":
     child.stdout.readline()
 os.kill(os.getpid(), 9)
 """
-CHILD = "from maxbatch.system.child_process import end_with_parent; end_with_parent(); print(flush=True); "
+CHILD = (
+    "from maxbatch.system.child_process import end_with_parent; end_with_parent(); "
+    "print(flush=True); "
+)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +34,16 @@ CHILD = "from maxbatch.system.child_process import end_with_parent; end_with_par
         ("at once", "import time; time.sleep(60)"),  # before the child has looked at its parent
         ("later", "import time; time.sleep(60)"),
         pytest.param(  # an extension module that keeps the interpreter
-            "later", "import re; re.match('(a+)+b', 'a' * 60)",
+            "later",
+            "import re; re.match('(a+)+b', 'a' * 60)",
             marks=pytest.mark.skipif(sys.platform != "linux", reason="needs a signal of Linux"),
         ),
     ],
-)  # fmt: skip
+)
 def test_a_child_ends_with_its_parent_that_is_killed(when: str, work: str) -> None:
-    parent = subprocess.run([sys.executable, "-c", PARENT, CHILD + work, when], stdout=subprocess.PIPE)
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, CHILD + work, when], stdout=subprocess.PIPE
+    )
     pid = int(parent.stdout.split()[0])
     assert parent.returncode == -signal.SIGKILL
     try:
@@ -82,4 +88,6 @@ def test_a_child_that_stays_stopped_is_continued(tmp_path: Path) -> None:
         "sys.exit(str([child.wait() for child in children]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert done.stderr.count("was stopped and is continued") == 3 and done.stderr.endswith("[7, 7, 7]\n")
+    assert done.stderr.count("was stopped and is continued") == 3 and done.stderr.endswith(
+        "[7, 7, 7]\n"
+    )

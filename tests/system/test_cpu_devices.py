@@ -23,20 +23,26 @@ def flags() -> list[str]:
 
 
 @pytest.mark.parametrize(("num_devices", "threads"), [(2, 8), (8, 32), (80, 256)])
-def test_simulated_devices_have_threads_for_all_their_collectives(num_devices: int, threads: int) -> None:
+def test_simulated_devices_have_threads_for_all_their_collectives(
+    num_devices: int, threads: int
+) -> None:
     make_cpu_devices(num_devices)
     assert os.environ["PJRT_NPROC"] == str(threads)
     assert f"{COUNT}={num_devices}" in flags()
     assert "--xla_cpu_enable_concurrency_optimized_scheduler=false" in flags()
 
 
-def test_devices_of_the_users_xla_flags_have_them_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_the_users_xla_flags_have_them_in_every_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {COUNT}=4")
     assert main(["--version"]) == 0
     assert os.environ["PJRT_NPROC"] == "16" and flags()[:2] == ["--xla_dump_to=x", f"{COUNT}=4"]
 
 
-def test_the_only_device_of_a_run_is_left_as_it_is_and_that_of_a_host_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_device_of_a_run_is_left_as_it_is_and_that_of_a_host_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     make_cpu_devices(1)
     assert os.environ["PJRT_NPROC"] == "" and flags() == [f"{COUNT}=1"]
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")

@@ -15,7 +15,15 @@ import pytest
 
 from maxbatch.config.yaml_file import compose
 from maxbatch.data.store.chat_template import read_settings
-from maxbatch.system.errors import ConfigError, StoreFailed, StoreRefused, TrainingError, reading, report, writing
+from maxbatch.system.errors import (
+    ConfigError,
+    StoreFailed,
+    StoreRefused,
+    TrainingError,
+    reading,
+    report,
+    writing,
+)
 from tests.helpers.command import environment
 
 
@@ -27,15 +35,18 @@ from tests.helpers.command import environment
         (ConfigError("a\0b \udce9 \x1b[2J\u2028é"), 2, r"maxbatch: error: a\x00b \udce9 \x1b[2J é"),
         (KeyboardInterrupt(), 1, "maxbatch: interrupted"),
         (
-            OSError(errno.ENOSPC, "No space left on device", "/data/x"), 1,
-            "maxbatch: error: /data/x: no space left on the disk; free some and run the same command again",
+            OSError(errno.ENOSPC, "No space left on device", "/data/x"),
+            1,
+            "maxbatch: error: /data/x: no space left on the disk; free some and run the same "
+            "command again",
         ),
         (
-            OSError(errno.EDQUOT, "Disk quota exceeded"), 1,
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            1,
             "maxbatch: error: no space left on the disk; free some and run the same command again",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_ended_a_command_is_one_line(
     capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
 ) -> None:
@@ -60,7 +71,10 @@ def chained(error: BaseException) -> BaseException:
         (chained(MemoryError()), "MemoryError"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
         (RuntimeError("can't start new thread"), "can't start new thread"),
-        (ImportError("libx.so: failed to map segment from shared object"), "libx.so: failed to map segment"),
+        (
+            ImportError("libx.so: failed to map segment from shared object"),
+            "libx.so: failed to map segment",
+        ),
         (
             JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 8 bytes"),
             "RESOURCE_EXHAUSTED: Out of memory ",
@@ -68,7 +82,10 @@ def chained(error: BaseException) -> BaseException:
     ],
 )
 def test_memory_that_runs_out_is_one_line(
-    error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     most = 4_096_000_000
     for limit, advice in ((most, "4000000 kB (ulimit -v): raise it"), (resource.RLIM_INFINITY, "")):
@@ -83,13 +100,22 @@ def test_memory_that_runs_out_is_one_line(
 def test_a_command_without_the_memory_to_load_its_modules_ends_in_one_line() -> None:
     variables = environment() | {"OPENBLAS_NUM_THREADS": "1"}
     for command in ("train", "data"):
-        words = ["bash", "-c", f"ulimit -v 400000; exec {shlex.quote(sys.executable)} -m maxbatch {command} steps=1"]
+        words = [
+            "bash",
+            "-c",
+            f"ulimit -v 400000; exec {shlex.quote(sys.executable)} -m maxbatch {command} steps=1",
+        ]
         ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 1 and ended.stdout == ""
-        assert ended.stderr.startswith("maxbatch: error: memory ran out (") and ended.stderr.count("\n") == 1
+        assert (
+            ended.stderr.startswith("maxbatch: error: memory ran out (")
+            and ended.stderr.count("\n") == 1
+        )
 
 
-def test_an_extension_module_that_ctrl_c_stops_while_it_loads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extension_module_that_ctrl_c_stops_while_it_loads_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     error = ImportError("Encountered an error while initializing the extension.")
     error.__cause__ = KeyboardInterrupt()
     told = ConfigError("trainer.py:make: cannot import trainer.py")
@@ -108,11 +134,17 @@ def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     ("number", "kind", "line"),
     [
         (errno.EACCES, ConfigError, "a: cannot be written (Permission denied); give another place"),
-        (errno.ENOSPC, TrainingError, "a: no space left on the disk; free some and run the same command again"),
+        (
+            errno.ENOSPC,
+            TrainingError,
+            "a: no space left on the disk; free some and run the same command again",
+        ),
         (errno.EIO, TrainingError, "a: the disk fails (Input/output error)"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_one_line(number: int, kind: type[Exception], line: str) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(
+    number: int, kind: type[Exception], line: str
+) -> None:
     with pytest.raises(kind) as raised, writing("a"):
         raise OSError(number, os.strerror(number))
     assert str(raised.value) == line
@@ -123,7 +155,10 @@ def test_a_file_that_cannot_be_read_is_one_line() -> None:
     for arguments, line in (
         ({}, "a: cannot be read (Permission denied)"),
         ({"remedy": "compile again"}, "a: cannot be read (Permission denied); compile again"),
-        ({"blame": lambda problem: ConfigError(f"key=a: {problem}")}, "key=a: cannot read a: Permission denied"),
+        (
+            {"blame": lambda problem: ConfigError(f"key=a: {problem}")},
+            "key=a: cannot read a: Permission denied",
+        ),
     ):
         with pytest.raises(ConfigError) as raised, reading("a", **arguments):  # type: ignore[arg-type]
             raise refused
@@ -132,7 +167,10 @@ def test_a_file_that_cannot_be_read_is_one_line() -> None:
 
 def test_a_store_that_refuses_names_the_key_of_the_file() -> None:
     refused = StoreRefused("s3://bucket/a: no permission in bucket bucket")
-    with pytest.raises(ConfigError) as raised, reading("a", blame=lambda problem: ConfigError(f"key=a: {problem}")):
+    with (
+        pytest.raises(ConfigError) as raised,
+        reading("a", blame=lambda problem: ConfigError(f"key=a: {problem}")),
+    ):
         raise refused
     assert str(raised.value) == f"key=a: cannot read a: {refused}"
     with pytest.raises(StoreRefused), reading("a"):
@@ -140,7 +178,9 @@ def test_a_store_that_refuses_names_the_key_of_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [compose, lambda file: read_settings(file, ConfigError)], ids=["config file", "tokenizer's settings"]
+    "read",
+    [compose, lambda file: read_settings(file, ConfigError)],
+    ids=["config file", "tokenizer's settings"],
 )
 def test_a_store_that_does_not_answer_is_no_fault_of_the_file(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +198,9 @@ def test_a_store_that_does_not_answer_is_no_fault_of_the_file(
 def test_a_line_that_quotes_a_library_at_length_keeps_its_beginning_and_its_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report(ConfigError(f"tokenizer_path=x: invalid type: {'9' * 100_000}; works: tokenizer_type=byte"))
+    report(
+        ConfigError(f"tokenizer_path=x: invalid type: {'9' * 100_000}; works: tokenizer_type=byte")
+    )
     line = capsys.readouterr().err
     assert len(line) < 2100
     assert line.startswith("maxbatch: error: tokenizer_path=x: invalid type: 9")

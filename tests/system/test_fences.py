@@ -147,7 +147,9 @@ def test_a_checkpoint_that_was_removed_before_it_was_copied_does_not_come_back(
     assert not (folder / "5").exists()
 
 
-def test_a_lease_that_is_given_back_lets_nothing_through_that_still_writes(folder: RemotePath) -> None:
+def test_a_lease_that_is_given_back_lets_nothing_through_that_still_writes(
+    folder: RemotePath,
+) -> None:
     lease = taken(folder)
     fence = lease._fence
     lease.close()
@@ -177,7 +179,9 @@ def test_a_clock_that_is_an_hour_off_takes_over_no_lease_that_is_renewed(
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.5)
     held = taken(folder)
-    jumped = types.SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep, time=lambda: time.time() + 3600 * hours)
+    jumped = types.SimpleNamespace(
+        monotonic=time.monotonic, sleep=time.sleep, time=lambda: time.time() + 3600 * hours
+    )
     monkeypatch.setattr(leases, "time", jumped)
     monkeypatch.setattr(held, "_renewed_at", held._renewed_at[:2])  # of the clocks that are left
     monkeypatch.setattr(leases, "_is_dead", lambda holder: False)

@@ -1,4 +1,6 @@
-"""Lines and commands in a narrow terminal: nothing is lost, no word is torn, a shell reads the same command."""
+"""Lines and commands in a narrow terminal: nothing is lost, no word is torn, a shell reads the same
+command.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ def test_folding_loses_nothing(words: list[str], hanging: int, width: int) -> No
 
 def test_a_number_and_its_unit_are_on_one_line() -> None:
     assert folded("= 16 per device x 1 accumulation step; 4,096 tokens", 2, 46).splitlines() == [
-        "= 16 per device x 1 accumulation step;", "  4,096 tokens",
-    ]  # fmt: skip
+        "= 16 per device x 1 accumulation step;",
+        "  4,096 tokens",
+    ]
 
 
 @given(
-    words=st.lists(st.text("ab =;:,{}", min_size=1, max_size=20), min_size=1, max_size=12), width=st.integers(40, 120)
+    words=st.lists(st.text("ab =;:,{}", min_size=1, max_size=20), min_size=1, max_size=12),
+    width=st.integers(40, 120),
 )
 def test_a_folded_command_is_the_same_to_a_shell(words: list[str], width: int) -> None:
     command = shlex.join(["maxbatch", *words])
@@ -40,7 +44,9 @@ def test_a_folded_command_is_the_same_to_a_shell(words: list[str], width: int) -
     assert all(line.endswith(" \\") for line in lines[:-1]) and not lines[-1].endswith("\\")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("critical-batch", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("plan", "--help"), ("critical-batch", "--help")]
+)
 def test_help_keeps_to_80_columns(arguments: tuple[str, ...]) -> None:
     lines = in_terminal(*arguments, columns=80)
     assert max(map(len, lines)) <= 80

@@ -43,7 +43,10 @@ def path(store: Store) -> RemotePath:
 
 def test_of_starts_at_the_same_time_one_gets_the_lease(path: RemotePath, store: Store) -> None:
     taken: list[Lease | str] = []
-    threads = [threading.Thread(target=lambda: taken.append(take_lease(path, lambda _: None))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: taken.append(take_lease(path, lambda _: None)))
+        for _ in range(4)
+    ]
     store.forget()
     # None has seen another's lease: all have looked before the first of them writes.
     with store.failing(together=4, matching=LEASE_WRITES):
@@ -60,10 +63,13 @@ def test_of_starts_at_the_same_time_one_gets_the_lease(path: RemotePath, store: 
     assert not path.exists()
 
 
-def test_a_lease_of_a_process_here_that_no_longer_lives_is_taken_over_at_once(path: RemotePath) -> None:
+def test_a_lease_of_a_process_here_that_no_longer_lives_is_taken_over_at_once(
+    path: RemotePath,
+) -> None:
     take = (
-        "import os, sys; from maxbatch.system.leases import take_lease; from maxbatch.system.storage import as_path\n"
-        "print(take_lease(as_path(sys.argv[1]), print), flush=True); os._exit(9)"
+        "import os, sys; from maxbatch.system.leases import take_lease; from "
+        "maxbatch.system.storage import as_path\nprint(take_lease(as_path(sys.argv[1]), print), "
+        "flush=True); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", take, str(path)], check=False, timeout=60)
     assert path.exists()
@@ -77,7 +83,11 @@ def test_a_lease_of_another_machine_is_waited_for_until_it_lapses(
     path: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "LAPSE_S", 2.0)
-    path.write_bytes(json.dumps({"host": "elsewhere", "machine": "x", "pid": 7, "renewed": time.time() - 5}).encode())
+    path.write_bytes(
+        json.dumps(
+            {"host": "elsewhere", "machine": "x", "pid": 7, "renewed": time.time() - 5}
+        ).encode()
+    )
     said: list[str] = []
     started = time.monotonic()
     held = take_lease(path, said.append)
@@ -97,14 +107,17 @@ def test_a_renewed_lease_is_seen_where_the_store_states_no_version_beside_the_co
 
     def renew() -> None:
         lease = json.dumps({"host": "elsewhere", "pid": 1, "token": "theirs"}).encode()
-        urlopen(Request(emulator, lease, {"Content-Type": "text/plain"}))  # not by way of the proxy, which states it
+        # not by way of the proxy, which states it
+        urlopen(Request(emulator, lease, {"Content-Type": "text/plain"}))
 
     renew()
     renewing = Repeating(renew, 0.5, "renews")
     gs.forget()
     assert isinstance(take_lease(path, lambda _: None), str)
     renewing.stop()
-    assert all(method == "GET" for _, method, *_ in gs.requests()), "it does not try to take the lease"
+    assert all(method == "GET" for _, method, *_ in gs.requests()), (
+        "it does not try to take the lease"
+    )
 
 
 def test_a_holder_whose_lease_was_taken_over_stops(path: RemotePath) -> None:
@@ -184,14 +197,25 @@ def test_a_lease_of_another_kind_of_any_size_costs_little_and_is_waited_for(
 
 def test_no_age_of_a_lease_is_told_by_another_machines_clock() -> None:
     for renewed in (time.time() - 3600, time.time() + 3600):
-        assert leases._in_words({"pid": 7, "host": "h", "machine": "x", "renewed": renewed}) == "process 7 on h"
+        assert (
+            leases._in_words({"pid": 7, "host": "h", "machine": "x", "renewed": renewed})
+            == "process 7 on h"
+        )
 
 
 @pytest.mark.parametrize(
     "content",
-    [b'{"renewed": "abc"}', b'{"renewed": 1e999, "pid": [1], "host": {}}', b'{"renewed": -1e9, "host": "a\\u001b[1m"}',
-     b'{"renewed": NaN, "pid": true}', b"[]", b"\xff", b"[" * 100_000, b'{"renewed": %s}' % (b"9" * 400)],
-)  # fmt: skip
+    [
+        b'{"renewed": "abc"}',
+        b'{"renewed": 1e999, "pid": [1], "host": {}}',
+        b'{"renewed": -1e9, "host": "a\\u001b[1m"}',
+        b'{"renewed": NaN, "pid": true}',
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"renewed": %s}' % (b"9" * 400),
+    ],
+)
 def test_a_lease_of_any_content_is_told_in_words(content: bytes) -> None:
     words = leases._in_words(leases._holder(content))
     assert re.fullmatch(r"process \S+ on [ -~]+", words) and len(words) < 200

@@ -34,15 +34,21 @@ def test_a_long_list_has_its_values_in_order_as_often_as_it_is_read(words: list[
 @given(WORDS)
 def test_values_are_sorted_as_in_memory(words: list[str]) -> None:
     assert list(in_order(words)) == sorted(words)
-    assert list(in_order((word, "path") for word in words)) == sorted((word, "path") for word in words)
+    assert list(in_order((word, "path") for word in words)) == sorted(
+        (word, "path") for word in words
+    )
 
 
 @given(WORDS, st.integers(1, 9))
-def test_json_of_a_long_list_is_that_of_a_list_and_is_read_back(words: list[str], size: int) -> None:
+def test_json_of_a_long_list_is_that_of_a_list_and_is_read_back(
+    words: list[str], size: int
+) -> None:
     value = {"words": LongList(words), "b": [Mapped(len, words)], "a": {"z": 1, "y": 2}}
     plain = {"words": words, "b": [[len(word) for word in words]], "a": {"z": 1, "y": 2}}
     for sort_keys in (False, True):
-        assert b"".join(json_parts(value, sort_keys)).decode() == json.dumps(plain, sort_keys=sort_keys)
+        assert b"".join(json_parts(value, sort_keys)).decode() == json.dumps(
+            plain, sort_keys=sort_keys
+        )
     text = json.dumps(plain)
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
     values, rest = read_json_list(parts, '{"words": [')
@@ -52,7 +58,9 @@ def test_json_of_a_long_list_is_that_of_a_list_and_is_read_back(words: list[str]
             read_json_list([broken], '{"words": [')
 
 
-def test_a_list_that_spills_leaves_no_file_and_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_spills_leaves_no_file_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(long_lists.tempfile, "tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     values = LongList(range(10))
@@ -62,18 +70,45 @@ def test_a_list_that_spills_leaves_no_file_and_no_descriptor(tmp_path: Path, mon
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-NAMES = ("b.txt", "a/x.txt", "a-b.txt", "a/.hidden.txt", ".c.txt", "a/d/z.txt", "é.txt", "a/b[1].txt", "note.md")
+NAMES = (
+    "b.txt",
+    "a/x.txt",
+    "a-b.txt",
+    "a/.hidden.txt",
+    ".c.txt",
+    "a/d/z.txt",
+    "é.txt",
+    "a/b[1].txt",
+    "note.md",
+)
 
 
-def test_files_are_listed_as_sorted_and_glob_list_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_listed_as_sorted_and_glob_list_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in NAMES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     below = files_below(tmp_path, lambda name: not name.startswith("."), lambda _: True)
-    assert [file.name for file in below] == sorted(name for name in NAMES if not Path(name).name.startswith("."))
+    assert [file.name for file in below] == sorted(
+        name for name in NAMES if not Path(name).name.startswith(".")
+    )
     monkeypatch.chdir(tmp_path)
-    for pattern in ("*.txt", "*/*.txt", "**/*.txt", "**", ".*", "a/b[[]1].txt", "*/x.txt", "?", "no/*.txt", "b.txt/*"):
+    for pattern in (
+        "*.txt",
+        "*/*.txt",
+        "**/*.txt",
+        "**",
+        ".*",
+        "a/b[[]1].txt",
+        "*/x.txt",
+        "?",
+        "no/*.txt",
+        "b.txt/*",
+    ):
         for start in ("", f"{glob.escape(str(tmp_path))}/"):
             found = [file.name for file in files_matching(Path(start + pattern))]
-            paths = sorted(path for path in glob.glob(start + pattern, recursive=True) if os.path.isfile(path))
+            paths = sorted(
+                path for path in glob.glob(start + pattern, recursive=True) if os.path.isfile(path)
+            )
             assert found == paths, start + pattern

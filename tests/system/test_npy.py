@@ -17,7 +17,9 @@ def saved(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("array", [np.arange(5), np.zeros(0, np.uint8), np.array([1.5], np.float32)])
+@pytest.mark.parametrize(
+    "array", [np.arange(5), np.zeros(0, np.uint8), np.array([1.5], np.float32)]
+)
 def test_what_numpy_saved_is_read(array: np.ndarray) -> None:
     found = read_npy(saved(array), "file")
     assert found.dtype == array.dtype and found.tolist() == array.tolist()
@@ -46,6 +48,8 @@ def stating(header: str) -> bytes:
         stating("{'descr': "),
     ],
 )
-def test_an_array_of_another_size_or_kind_than_its_bytes_is_refused_before_memory_is_taken(content: bytes) -> None:
+def test_an_array_of_another_size_or_kind_than_its_bytes_is_refused_before_memory_is_taken(
+    content: bytes,
+) -> None:
     with pytest.raises(RefusedContent, match=r"^file: "):
         read_npy(content, "file")

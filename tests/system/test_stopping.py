@@ -17,12 +17,11 @@ from maxbatch.system.stopping import STOPS, Stopping
 from tests.helpers.processes import cpu_seconds, wait_for
 
 PREPARE = (
-    "import hashlib, signal, sys, time\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it\n"
-    "from maxbatch.system.stopping import Stopping, watch_signals\n"
-    "watch_signals()\n"
-    "def ready(): print('ready', flush=True)\n"
-    "def busy(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # compiled code: no handler of Python's runs\n"
+    "import hashlib, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)  "
+    "# a background job of a shell ignores it\nfrom maxbatch.system.stopping import Stopping, "
+    "watch_signals\nwatch_signals()\ndef ready(): print('ready', flush=True)\ndef busy(): "
+    "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # compiled code: no handler of Python's "
+    "runs\n"
 )
 
 
@@ -30,7 +29,9 @@ PREPARE = (
 def started(body: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has printed that it is ready, and has computed since."""
     command = [sys.executable, "-c", PREPARE + body]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         ready = cpu_seconds(process.pid)
         wait_for(lambda: cpu_seconds(process.pid) > ready + 0.1)
@@ -44,7 +45,10 @@ def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed(
     with started("with Stopping('after this update'):\n    ready(); busy()\n") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert process.stderr.readline() == "maxbatch: SIGINT: stopping after this update; again to stop now\n"
+        assert (
+            process.stderr.readline()
+            == "maxbatch: SIGINT: stopping after this update; again to stop now\n"
+        )
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1
         assert process.stderr.read() == "maxbatch: interrupted\n"
@@ -76,14 +80,18 @@ def test_a_command_that_waits_for_nothing_says_so_too() -> None:
     with started("ready(); busy()\n") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert "as soon as the current work has ended; again to stop now" in process.stderr.readline()
+        assert (
+            "as soon as the current work has ended; again to stop now" in process.stderr.readline()
+        )
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1
 
 
 def test_one_signal_is_answered_once_and_sigterm_names_itself() -> None:
-    with started("with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n") as process:
+    with started(
+        "with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n"
+    ) as process:
         process.terminate()
         _, error = process.communicate(timeout=60)
         assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
@@ -91,7 +99,10 @@ def test_one_signal_is_answered_once_and_sigterm_names_itself() -> None:
 
 def test_a_command_that_ends_at_once_has_answered() -> None:
     """The thread that watches gets no turn before the end: the handler answers."""
-    body = "sys.setswitchinterval(60)\nwith Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n"
+    body = (
+        "sys.setswitchinterval(60)\nwith Stopping('now') as stop:\n    ready()\n    while not "
+        "stop.is_asked: pass\n"
+    )
     with started(body) as process:
         process.terminate()
         _, error = process.communicate(timeout=60)
@@ -101,9 +112,16 @@ def test_a_command_that_ends_at_once_has_answered() -> None:
 BUSY = "end = time.monotonic() + 2\nwhile time.monotonic() < end: pass\n"
 
 
-def test_ctrl_c_while_a_module_loads_ends_the_command_whatever_the_module_makes_of_it(tmp_path: Path) -> None:
-    lines = f"import time\nprint('ready', flush=True)\ntry:\n    {BUSY.replace(chr(10), chr(10) + '    ').strip()}\n"
-    (tmp_path / "slow.py").write_text(f"{lines}except BaseException as error:\n    raise ImportError('lost')\n")
+def test_ctrl_c_while_a_module_loads_ends_the_command_whatever_the_module_makes_of_it(
+    tmp_path: Path,
+) -> None:
+    lines = (
+        "import time\nprint('ready', flush=True)\ntry:\n    "
+        f"{BUSY.replace(chr(10), chr(10) + '    ').strip()}\n"
+    )
+    (tmp_path / "slow.py").write_text(
+        f"{lines}except BaseException as error:\n    raise ImportError('lost')\n"
+    )
     with started(f"sys.path.insert(0, {str(tmp_path)!r})\nimport slow\n") as process:
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
@@ -129,9 +147,9 @@ def test_ctrl_c_while_garbage_is_collected_is_not_lost() -> None:
 
 def test_threads_do_not_keep_a_command_that_ctrl_c_ended() -> None:
     body = (
-        "import threading\nfrom maxbatch.system.stopping import leave_threads_behind\n"
-        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
-        "try:\n    ready()\n    while True: pass\nexcept KeyboardInterrupt:\n    leave_threads_behind(1)\n"
+        "import threading\nfrom maxbatch.system.stopping import "
+        "leave_threads_behind\nthreading.Thread(target=time.sleep, args=(60,)).start()\ntry:\n    "
+        "ready()\n    while True: pass\nexcept KeyboardInterrupt:\n    leave_threads_behind(1)\n"
     )
     with started(body) as process:
         process.send_signal(signal.SIGINT)
@@ -141,10 +159,15 @@ def test_threads_do_not_keep_a_command_that_ctrl_c_ended() -> None:
 def test_a_shells_background_still_ignores_ctrl_c() -> None:
     ignored = PREPARE.replace("signal.default_int_handler)", "signal.SIG_IGN)")
     body = f"{ignored}print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)\n"
-    assert subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout == "True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout
+        == "True\n"
+    )
 
 
-def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(KeyboardInterrupt), Stopping("after this update") as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.signal_name == "SIGINT"
@@ -182,30 +205,46 @@ def test_a_signal_ends_a_command_at_once_that_has_nothing_to_save_yet_and_the_sa
     with started(body) as process:
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
-    said = f"maxbatch: stopped by {number.name} before there was something to save. The same command continues.\n"
+    said = (
+        f"maxbatch: stopped by {number.name} before there was something to save. The same command "
+        "continues.\n"
+    )
     assert (process.returncode, error) == (75, said)
 
 
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_stops_a_command_as_sigterm_does(number: signal.Signals) -> None:
-    with started("with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n") as process:
+    with started(
+        "with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n"
+    ) as process:
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
         assert (process.returncode, error) == (0, f"maxbatch: {number.name}: stopping now\n")
 
 
 def test_a_command_under_nohup_outlives_its_terminal() -> None:
-    ignored = PREPARE.replace("watch_signals()", "signal.signal(signal.SIGHUP, signal.SIG_IGN); watch_signals()")
-    body = f"{ignored}with Stopping('now') as stop:\n    signal.raise_signal(signal.SIGHUP)\n    print(stop.is_asked)\n"
-    assert subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_a_terminal_that_is_closed_stops_a_command_and_is_no_error_of_its_output(tmp_path: Path) -> None:
+    ignored = PREPARE.replace(
+        "watch_signals()", "signal.signal(signal.SIGHUP, signal.SIG_IGN); watch_signals()"
+    )
     body = (
-        "from maxbatch.system.terminal import TrainingConsole\nconsole = TrainingConsole()\n"
-        "with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: console.print('an update')\n"
-        "for _ in range(100): console.print('saved')\n"
-        f"sys.stdout.flush()\nopen({str(tmp_path / 'ended')!r}, 'w').write(stop.signal_name)\n"
+        f"{ignored}with Stopping('now') as stop:\n    signal.raise_signal(signal.SIGHUP)\n    "
+        "print(stop.is_asked)\n"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout
+        == "False\n"
+    )
+
+
+def test_a_terminal_that_is_closed_stops_a_command_and_is_no_error_of_its_output(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "from maxbatch.system.terminal import TrainingConsole\nconsole = TrainingConsole()\nwith "
+        "Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: console.print('an "
+        "update')\nfor _ in range(100): "
+        f"console.print('saved')\nsys.stdout.flush()\nopen({str(tmp_path / 'ended')!r}, "
+        "'w').write(stop.signal_name)\n"
     )
     opened = (
         "import os, pty, sys\npid, terminal = pty.fork()\n"

@@ -49,7 +49,12 @@ def test_the_same_methods_do_the_same_wherever_a_path_lies(folder: AnyPath) -> N
     write_atomically(folder / "b" / "two.bin", bytes(range(256)))
     (folder / "b" / "c").mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "b" / "c" / "three.json", b"3")
-    assert (folder / "b").is_dir() and not (folder / "b").is_file() and file.is_file() and not file.is_dir()
+    assert (
+        (folder / "b").is_dir()
+        and not (folder / "b").is_file()
+        and file.is_file()
+        and not file.is_dir()
+    )
     assert sorted(p.name for p in (folder / "b").iterdir()) == ["c", "one.json", "two.bin"]
     assert subfolders(folder / "b") == ["c"] and subfolders(folder) == ["b"]
     assert [str(p) for p in folder.glob("b/*.json")] == [str(file)]
@@ -62,7 +67,9 @@ def test_the_same_methods_do_the_same_wherever_a_path_lies(folder: AnyPath) -> N
     with file.open("r") as opened:
         assert opened.readlines() == ["one é\n"]
     (folder / "b").rename(folder / "moved")
-    assert (folder / "moved" / "c" / "three.json").read_bytes() == b"3" and not (folder / "b").exists()
+    assert (folder / "moved" / "c" / "three.json").read_bytes() == b"3" and not (
+        folder / "b"
+    ).exists()
     (folder / "moved" / "one.json").unlink()
     (folder / "moved" / "one.json").unlink(missing_ok=True)
     remove_tree(folder / "moved")
@@ -94,7 +101,8 @@ def test_a_range_is_read_by_one_request(store: Store) -> None:
     assert pickle.loads(pickle.dumps(path)) == path and is_remote(path) and is_remote(str(path))
 
 
-# What no client would try again by itself; 503, 429 and broken connections they would, were it not left to us.
+# What no client would try again by itself; 503, 429 and broken connections they would, were it not
+# left to us.
 OURS_ALONE = ("425",)
 REQUESTS: dict[str, Callable[[RemotePath, Path], object]] = {
     "write_bytes": lambda there, here: there.write_bytes(b"new"),
@@ -125,7 +133,9 @@ def an_object_and_a_file(store: Store, folder: Path) -> tuple[RemotePath, Path]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str, tmp_path: Path) -> None:
+def test_what_fails_for_a_passing_reason_is_tried_again(
+    store: Store, name: str, tmp_path: Path
+) -> None:
     there, here = an_object_and_a_file(store, tmp_path)
     with store.failing(share=1.0, at_most=2, kinds=OURS_ALONE):
         assert REQUESTS[name](there, here) is not False
@@ -136,7 +146,9 @@ def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str,
         assert not there.exists()
 
 
-@pytest.mark.parametrize("name", ["read_bytes", "read_range", "iterdir", "files", "file_sizes", "is_file"])
+@pytest.mark.parametrize(
+    "name", ["read_bytes", "read_range", "iterdir", "files", "file_sizes", "is_file"]
+)
 @pytest.mark.parametrize("kind", ["half", "truncate"])
 def test_an_answer_of_200_with_half_a_body_is_asked_for_again(
     store: Store, name: str, kind: str, tmp_path: Path
@@ -172,7 +184,9 @@ def test_whatever_way_a_request_fails_nothing_is_lost(store: Store) -> None:
     assert any(status not in (200, 204, 206, 404) for *_, status in store.requests())
 
 
-def test_a_store_that_does_not_answer_is_given_up_after_a_bound_that_the_line_names(s3: Store, impatient: None) -> None:
+def test_a_store_that_does_not_answer_is_given_up_after_a_bound_that_the_line_names(
+    s3: Store, impatient: None
+) -> None:
     path = as_path(s3.bucket() + "/x")
     with s3.failing(down=True), pytest.raises(StoreFailed) as caught:
         path.write_bytes(b"x")
@@ -194,7 +208,11 @@ def test_a_refusal_is_one_line_with_the_bucket_and_what_to_do(store: Store) -> N
     bucket = store.bucket()
     path = as_path(bucket + "/x")
     for fields, kind, words in (
-        ({"denied": r"^(PUT|POST)"}, StoreRefused, f"no permission in bucket {bucket[5:]}; give this identity"),
+        (
+            {"denied": r"^(PUT|POST)"},
+            StoreRefused,
+            f"no permission in bucket {bucket[5:]}; give this identity",
+        ),
         ({"full_after_bytes": 10, "full_status": 507}, StoreFull, f"bucket {bucket[5:]} is full"),
     ):
         started = time.monotonic()
@@ -209,7 +227,9 @@ def test_a_refusal_is_one_line_with_the_bucket_and_what_to_do(store: Store) -> N
 
 
 def answered(code: str, status: int) -> ClientError:
-    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+    return ClientError(
+        {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +292,9 @@ def test_a_probe_leaves_nothing(store: Store) -> None:
     assert not folder.exists()
 
 
-def test_another_scheme_a_missing_bucket_and_a_missing_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_scheme_a_missing_bucket_and_a_missing_package_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for text, words in (
         ("ftp://x/y", "must be a local path, gs:// or s3:// (ftp:// is not supported)"),
         ("gs:///y", "must be a local path or a URL with a bucket, such as gs://bucket/y"),

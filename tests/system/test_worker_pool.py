@@ -89,10 +89,14 @@ def outcomes(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_each_item_is_called_once_and_answered_in_its_place(setup: Callable[..., Any], workers: int) -> None:
+def test_each_item_is_called_once_and_answered_in_its_place(
+    setup: Callable[..., Any], workers: int
+) -> None:
     with WorkerPool(setup, workers) as pool:
         batches = [pool.submit(["x" * (i + j) for j in range(20)]) for i in range(3)]
-        assert [outcomes(batch) for batch in batches] == [[i + j for j in range(20)] for i in range(3)]
+        assert [outcomes(batch) for batch in batches] == [
+            [i + j for j in range(20)] for i in range(3)
+        ]
         assert pool.submit([]) == []
         pids = set(outcomes(pool.submit(["process"] * 20)))
     assert len(pids) <= workers and os.getpid() not in pids
@@ -124,7 +128,9 @@ def test_an_item_whose_worker_is_killed_is_called_again_and_the_last_death_is_it
     assert (first, last) == (1, 2)
     assert (type(never), str(never)) == (Killed, "the process ended with signal SIGKILL, 2 times")
     assert str(dies) == "the process ended with exit code 3", "its own end is not tried again"
-    assert log.read_text().count("set up") == 5, "at first, after three kills, and after the end of its own"
+    assert log.read_text().count("set up") == 5, (
+        "at first, after three kills, and after the end of its own"
+    )
 
 
 def test_the_limit_is_per_call_and_kills_its_worker_at_once(setup: Callable[..., Any]) -> None:
@@ -146,7 +152,9 @@ def test_what_cannot_be_pickled_fails_alone(setup: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["comes back twice", "comes back twice in C", "answers for others"])
-def test_answers_belong_to_their_questions_whoever_else_answers(setup: Callable[..., Any], how: str) -> None:
+def test_answers_belong_to_their_questions_whoever_else_answers(
+    setup: Callable[..., Any], how: str
+) -> None:
     with WorkerPool(setup, 1) as pool:
         answers = outcomes(pool.submit([how, "a", how, "bb", "ccc"]))
     assert answers == [len(how), 1, len(how), 2, 3]
@@ -166,14 +174,18 @@ def test_a_call_that_eats_memory_fails_alone(setup: Callable[..., Any]) -> None:
     assert isinstance(eaten, MemoryError) and good == 1
 
 
-def test_prints_go_to_standard_error(setup: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_go_to_standard_error(
+    setup: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     with WorkerPool(setup, 1) as pool:
         assert outcomes(pool.submit(["prints"] * 2)) == [6, 6]
     out, err = capfd.readouterr()
     assert out == "" and err.count("by its number") == 2 and err.count("to standard output") == 2
 
 
-def test_a_call_whose_worker_is_stopped_from_outside_is_made_again(setup: Callable[..., Any]) -> None:
+def test_a_call_whose_worker_is_stopped_from_outside_is_made_again(
+    setup: Callable[..., Any],
+) -> None:
     with WorkerPool(setup, 1, limit_s=1, attempts=2) as pool:
         pool.wait_for_setup()
         (pid,) = pids_of(pool)
@@ -193,9 +205,14 @@ def test_a_worker_that_ended_is_set_up_anew(setup: Callable[..., Any], tmp_path:
 
 @pytest.mark.parametrize(
     ("how", "raised", "said"),
-    [("raises", ValueError, "two\nlines"), ("dies", WorkerEnded, "the process ended with exit code 3")],
+    [
+        ("raises", ValueError, "two\nlines"),
+        ("dies", WorkerEnded, "the process ended with exit code 3"),
+    ],
 )
-def test_a_setup_that_fails_is_told(setup: Callable[..., Any], how: str, raised: type[Exception], said: str) -> None:
+def test_a_setup_that_fails_is_told(
+    setup: Callable[..., Any], how: str, raised: type[Exception], said: str
+) -> None:
     with WorkerPool(functools.partial(setup, how=how), 2) as pool:
         with pytest.raises(raised, match=said):
             pool.wait_for_setup()
@@ -222,7 +239,9 @@ def test_closing_ends_the_workers_and_whoever_waits(setup: Callable[..., Any]) -
         pool.submit(["a"])
 
 
-def test_ctrl_c_does_not_end_a_worker_that_starts(setup: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_end_a_worker_that_starts(
+    setup: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -263,10 +282,15 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("work", ["at once", "a", "sleeps", "spins"])
-def test_workers_end_with_a_parent_that_is_killed(setup: Callable[..., Any], tmp_path: Path, work: str) -> None:
+def test_workers_end_with_a_parent_that_is_killed(
+    setup: Callable[..., Any], tmp_path: Path, work: str
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
-        [sys.executable, "script.py", work], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "script.py", work],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as parent:
         assert parent.stdout is not None
         # Workers do not import a main module that has no guard.

@@ -1,4 +1,6 @@
-"""Tests of pods that end in every way; tests/testing/test_plugin.py runs them in a session of their own."""
+"""Tests of pods that end in every way; tests/testing/test_plugin.py runs them in a session of their
+own.
+"""
 
 import os
 import subprocess
@@ -41,7 +43,12 @@ class TestMethods:
 
     @pytest.mark.parametrize("n", [1, 2])
     def test_fixtures_and_parameters(self, pod, mesh, letter, n, tmp_path, monkeypatch):
-        assert (pod.num_hosts, jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 2, 4)
+        assert (
+            pod.num_hosts,
+            jax.process_count(),
+            jax.local_device_count(),
+            jax.device_count(),
+        ) == (2, 2, 2, 4)
         assert self.number == 3 and letter in "ab" and n in (1, 2)
         assert mesh.shape == {"data": 2, "model": 2} and [pod.host] == SETUPS
         (pod.folder / f"{letter}{n}{pod.host}").touch()

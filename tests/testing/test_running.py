@@ -28,7 +28,9 @@ def devices_of(pod: Pod) -> tuple[int, int, int]:
     return pod.host, jax.local_device_count(), jax.device_count()
 
 
-def test_a_function_a_closure_and_a_lambda_return_by_host(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_function_a_closure_and_a_lambda_return_by_host(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     factor = 7
 
     def printing(pod: Pod) -> int:
@@ -54,9 +56,13 @@ def test_a_function_that_raises_dies_or_hangs_is_told_with_its_host() -> None:
 
     with pytest.raises(PodError, match=r"(?s)^hosts 0, 1 failed:\nTraceback.*ValueError: wrong"):
         run(raising, devices=2, hosts=2)
-    with pytest.raises(PodError, match=r"(?s)^host 1 ended with exit code 3\nhost 0 ran:\n.*in ending"):
+    with pytest.raises(
+        PodError, match=r"(?s)^host 1 ended with exit code 3\nhost 0 ran:\n.*in ending"
+    ):
         run(ending, devices=2, hosts=2)
-    with pytest.raises(PodError, match=r"(?s)^host 0 still ran after 2 s, the timeout of the call:\n.*in hanging"):
+    with pytest.raises(
+        PodError, match=r"(?s)^host 0 still ran after 2 s, the timeout of the call:\n.*in hanging"
+    ):
 
         def hanging(pod: Pod) -> None:
             time.sleep(600)
@@ -74,13 +80,19 @@ def test_hosts_that_died_in_between_are_replaced() -> None:
     assert not {first, second} & set(run(process_of, devices=2, hosts=2))
 
 
-def test_a_call_has_the_folder_and_the_variables_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_has_the_folder_and_the_variables_of_its_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OF_AN_EARLIER_CALLER", "1")
     run(devices_of, devices=2, hosts=2)
     monkeypatch.delenv("OF_AN_EARLIER_CALLER")
     monkeypatch.setenv("OF_THE_CALLER", "2")
     monkeypatch.chdir(tmp_path)
-    found = run(lambda pod: (os.getcwd(), {k: v for k, v in os.environ.items() if k[:3] == "OF_"}), devices=2, hosts=2)
+    found = run(
+        lambda pod: (os.getcwd(), {k: v for k, v in os.environ.items() if k[:3] == "OF_"}),
+        devices=2,
+        hosts=2,
+    )
     assert found == [(str(tmp_path), {"OF_THE_CALLER": "2"})] * 2
 
 
@@ -96,14 +108,19 @@ def test_a_script_may_run_its_own_functions(tmp_path: Path) -> None:
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "[0, 2]\n", done.stderr
 
 
 def test_hosts_that_do_not_divide_the_devices_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("devices=4, hosts=3: the hosts must divide the devices; works: hosts=2")
+        ValueError,
+        match=re.escape("devices=4, hosts=3: the hosts must divide the devices; works: hosts=2"),
     ):
         run(devices_of, devices=4, hosts=3)
 
@@ -114,7 +131,10 @@ def test_hosts_that_do_not_divide_the_devices_are_refused() -> None:
         ({"devices": 2.0}, "devices=2.0: must be a whole number; works: devices=2"),
         ({"devices": "2"}, "devices='2': must be a whole number"),
         ({"devices": 2, "hosts": True}, "hosts=True: must be a whole number"),
-        ({"devices": 2, "timeout": "5"}, "timeout='5': must be a number of seconds above 0; works: timeout=60"),
+        (
+            {"devices": 2, "timeout": "5"},
+            "timeout='5': must be a number of seconds above 0; works: timeout=60",
+        ),
         ({"devices": 2, "timeout": None}, "timeout=None: must be a number"),
         ({"devices": 2, "timeout": math.nan}, "timeout=nan: must be a number"),
         ({"devices": 2, "timeout": 0}, "timeout=0: must be a number"),
@@ -127,7 +147,8 @@ def test_numbers_that_are_none_are_one_line(arguments: dict[str, Any], said: str
 
 def test_a_host_that_is_stopped_beside_a_large_message_ends_the_test_at_its_timeout() -> None:
     def stopping(pod: Pod) -> None:
-        values = {str(i): np.full(8, i) for i in range(20_000)}  # whose hashes are more than a connection holds
+        # whose hashes are more than a connection holds
+        values = {str(i): np.full(8, i) for i in range(20_000)}
         if pod.host == 0:
             pod.stop(1, 1000)
         pod.same(values)
@@ -160,7 +181,14 @@ class Plain:
 
 def test_texts_and_objects_are_compared_by_what_they_hold() -> None:
     def comparing(pod: Pod) -> list[str]:
-        pod.same({"text": "a" * 1000, "object": Plain({"b", "a", "c"}), "function": comparing, "bytes": b"1"})
+        pod.same(
+            {
+                "text": "a" * 1000,
+                "object": Plain({"b", "a", "c"}),
+                "function": comparing,
+                "bytes": b"1",
+            }
+        )
         problems = []
         for value in ("x" * 500 + str(pod.host), Plain(pod.host), "1" if pod.host else 1):
             try:

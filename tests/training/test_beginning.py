@@ -37,7 +37,9 @@ class EndsAt(Output):
 
 
 def run(folder: Path, *overrides: str) -> Outcome:
-    return train(one_layer_config(f"run_dir={folder}", "checkpoint_period=2", "steps=5", *overrides), ONE)
+    return train(
+        one_layer_config(f"run_dir={folder}", "checkpoint_period=2", "steps=5", *overrides), ONE
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -69,7 +71,9 @@ def assert_refused(folder: Path, message: str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_a_start_without_checkpointing_does_not_begin_anew_over_a_run_with_checkpoints(trained: Path) -> None:
+def test_a_start_without_checkpointing_does_not_begin_anew_over_a_run_with_checkpoints(
+    trained: Path,
+) -> None:
     said = assert_refused(trained, "there is a checkpoint of step 4 in run_dir", UNSAVED)
     (new,) = re.findall(r"works: run_dir=(\S+),", said)
     assert new == f"{trained}-2" and not Path(new).exists()
@@ -80,7 +84,9 @@ def test_a_folder_whose_checkpoints_are_not_mounted_is_refused(trained: Path) ->
     assert_refused(trained, "sessions.jsonl states a checkpoint of step 4 and there is none")
     (trained / "checkpoints").mkdir()
     assert_refused(trained, "sessions.jsonl states a checkpoint of step 4 and there is none")
-    assert_refused(trained, "sessions.jsonl states a checkpoint of step 4 and there is none", UNSAVED)
+    assert_refused(
+        trained, "sessions.jsonl states a checkpoint of step 4 and there is none", UNSAVED
+    )
 
 
 @pytest.mark.runs
@@ -89,8 +95,12 @@ def test_lines_speak_of_checkpoints_where_sessions_do_not(trained: Path) -> None
     shutil.rmtree(trained / "checkpoints")
     sessions = trained / "sessions.jsonl"
     lines = [json.loads(line) for line in sessions.read_text().splitlines()]
-    sessions.write_text("".join(json.dumps({k: v for k, v in x.items() if k != "saved_step"}) + "\n" for x in lines))
-    assert_refused(trained, "metrics.jsonl has 4 updates of a run that saves a checkpoint every 2 updates")
+    sessions.write_text(
+        "".join(json.dumps({k: v for k, v in x.items() if k != "saved_step"}) + "\n" for x in lines)
+    )
+    assert_refused(
+        trained, "metrics.jsonl has 4 updates of a run that saves a checkpoint every 2 updates"
+    )
     sessions.unlink()
     with pytest.raises(ConfigError, match=r"metrics\.jsonl has 4 updates"):
         run(trained)
@@ -105,7 +115,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_and_says_
         train(config, ONE, Parts(outputs=[EndsAt(3)]))
     capsys.readouterr()
     assert train(config, ONE).position.step == 5
-    assert "begun anew: 3 updates of an earlier start are in no checkpoint" in capsys.readouterr().out
+    assert (
+        "begun anew: 3 updates of an earlier start are in no checkpoint" in capsys.readouterr().out
+    )
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
@@ -124,25 +136,34 @@ def test_overwrite_run_begins_anew_once_and_the_same_command_then_resumes(
     (trained / "checkpoints").rename(trained.parent / "elsewhere")
     old_id = json.loads((trained / "run.json").read_text())["run_id"]
     run(trained, "overwrite_run=true", "steps=2", "learning_rate=1e-3")
-    assert [line["step"] for line in read_metrics(trained)] == [1, 2] and committed_steps(trained) == [2]
+    assert [line["step"] for line in read_metrics(trained)] == [1, 2] and committed_steps(
+        trained
+    ) == [2]
     assert json.loads((trained / "run.json").read_text())["run_id"] != old_id
     assert len((trained / "sessions.jsonl").read_text().splitlines()) == 1
     assert (trained / "notes.txt").read_text() == "mine"
-    assert not load_config(str(trained / "config.yml")).overwrite_run, "training from it overwrites nothing"
+    assert not load_config(str(trained / "config.yml")).overwrite_run, (
+        "training from it overwrites nothing"
+    )
     first = read_metrics(trained)
     run(trained, "overwrite_run=true", "steps=3", "learning_rate=1e-3")
     assert "resumed at step 2" in capsys.readouterr().out and read_metrics(trained)[:2] == first
-    # the old run's checkpoints come back: they are of another run than the lines, and nothing removes them
+    # the old run's checkpoints come back: they are of another run than the lines, and nothing
+    # removes them
     shutil.rmtree(trained / "checkpoints")
     (trained.parent / "elsewhere").rename(trained / "checkpoints")
     assert_refused(trained, "its checkpoint of step 4 is of another run", "overwrite_run=true")
-    assert_refused(trained, "its checkpoint of step 4 is of another run", "overwrite_run=true", UNSAVED)
+    assert_refused(
+        trained, "its checkpoint of step 4 is of another run", "overwrite_run=true", UNSAVED
+    )
 
 
 @pytest.mark.runs
 def test_overwrite_run_without_checkpointing_removes_the_checkpoints_too(trained: Path) -> None:
     run(trained, UNSAVED, "overwrite_run=true", "steps=2")
-    assert [line["step"] for line in read_metrics(trained)] == [1, 2] and not committed_steps(trained)
+    assert [line["step"] for line in read_metrics(trained)] == [1, 2] and not committed_steps(
+        trained
+    )
     run(trained, "steps=3")
     assert [line["step"] for line in read_metrics(trained)] == [1, 2, 3]
 
@@ -190,11 +211,19 @@ def test_an_import_says_that_its_run_dir_holds_checkpoints_of_maxtext(
 ) -> None:
     orbax_step(tmp_path / "runs" / "theirs", 10)
     words = tmp_path / "theirs.yml"
-    words.write_text(f"base_output_directory: {tmp_path}/runs\nrun_name: theirs\ndataset_type: synthetic\nsteps: 9\n")
+    words.write_text(
+        f"base_output_directory: {tmp_path}/runs\nrun_name: theirs\ndataset_type: "
+        "synthetic\nsteps: 9\n"
+    )
     assert main(["import", "maxtext", str(words), "--output", str(tmp_path / "ours.yml")]) == 0
-    where = f"works: run_dir={tmp_path}/runs/theirs-2 load_full_state_path={tmp_path}/runs/theirs/checkpoints/10"
+    where = (
+        f"works: run_dir={tmp_path}/runs/theirs-2 "
+        f"load_full_state_path={tmp_path}/runs/theirs/checkpoints/10"
+    )
     assert where in " ".join(capsys.readouterr().err.split())
-    assert main(["plan", str(tmp_path / "ours.yml"), f"run_dir={tmp_path}/runs/theirs-2"]) == 0, "it displaces run_name"
+    assert main(["plan", str(tmp_path / "ours.yml"), f"run_dir={tmp_path}/runs/theirs-2"]) == 0, (
+        "it displaces run_name"
+    )
 
 
 @pytest.mark.parametrize("what", ["a folder", "an empty folder", "text", "other JSON", "a link"])
@@ -211,7 +240,11 @@ def test_a_best_of_another_program_is_refused_and_stays(tmp_path: Path, what: st
         best.write_text("theirs" if what == "text" else '{"step": "500"}')
     kind = "a folder" if what.endswith("folder") else "a file with other content"
     for keys in ((), (UNSAVED,), ("overwrite_run=true",), ("keep_best_checkpoint=false",)):
-        assert_refused(tmp_path / "run", rf"checkpoints/best in it is {kind}, .*; works: run_dir=.*/run-2$", *keys)
+        assert_refused(
+            tmp_path / "run",
+            rf"checkpoints/best in it is {kind}, .*; works: run_dir=.*/run-2$",
+            *keys,
+        )
     assert best.is_symlink() == (what == "a link")
 
 
@@ -227,4 +260,8 @@ def test_what_is_not_ours_in_checkpoints_is_never_touched(tmp_path: Path) -> Non
     assert [(tmp_path / "checkpoints" / name).read_text() for name in theirs] == theirs
     (tmp_path / "checkpoints" / "500").mkdir()
     (tmp_path / "checkpoints" / "500" / "model.bin").write_text("theirs")
-    assert_refused(tmp_path, "checkpoints/500 in it is not a checkpoint of maxbatch .it holds model.bin", "steps=500")
+    assert_refused(
+        tmp_path,
+        "checkpoints/500 in it is not a checkpoint of maxbatch .it holds model.bin",
+        "steps=500",
+    )

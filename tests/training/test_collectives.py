@@ -1,4 +1,6 @@
-"""What an update sends between devices: gradients cross the data axis once, however they were accumulated."""
+"""What an update sends between devices: gradients cross the data axis once, however they were
+accumulated.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,20 @@ def sent(steps: int, micro_batch: int, *overrides: str) -> tuple[list[Collective
     abstract = abstract_state(config.update, mesh)
     batch = Placement(batch_sharding(mesh), LENGTH).abstract_batch(BatchShape(micro_batch, steps))
     scalars = (np.int32(steps), UpdateSettings(np.float32(0)))
-    text = make_train_step(config.update, mesh, abstract).lower(abstract, batch, *scalars).compile().as_text()
+    text = (
+        make_train_step(config.update, mesh, abstract)
+        .lower(abstract, batch, *scalars)
+        .compile()
+        .as_text()
+    )
     return collectives(text, dict(mesh.shape), trips=steps), abstract
 
 
 @pytest.mark.runs
 def test_eight_micro_batches_send_as_many_bytes_over_the_data_axis_as_one() -> None:
-    """What DDP's `no_sync` is for: at most 1.05 times the bytes of a single pass, here less than 1.01."""
+    """What DDP's `no_sync` is for: at most 1.05 times the bytes of a single pass, here less than
+    1.01.
+    """
     data_axis = ("ici_data_parallelism=8", "ici_fsdp_parallelism=1")
     one, abstract = sent(1, 16, *data_axis)
     eight, _ = sent(8, 16, *data_axis)
@@ -42,7 +51,9 @@ def test_eight_micro_batches_send_as_many_bytes_over_the_data_axis_as_one() -> N
 
 @pytest.mark.runs
 def test_with_fsdp_inside_the_data_axis_is_still_crossed_once() -> None:
-    """Of the micro-batches only fsdp knows: it gathers weights and scatters gradients in each, to hold neither."""
+    """Of the micro-batches only fsdp knows: it gathers weights and scatters gradients in each, to
+    hold neither.
+    """
     meshes = ("ici_data_parallelism=2", "ici_fsdp_parallelism=4")
     one, _ = sent(1, 16, *meshes)
     eight, _ = sent(8, 16, *meshes)
@@ -51,7 +62,9 @@ def test_with_fsdp_inside_the_data_axis_is_still_crossed_once() -> None:
 
 
 def test_a_pipeline_sends_parts_to_neighbours_and_gradients_over_the_data_axis_once() -> None:
-    """Three permutes of a part a tick, forward and backward; nothing else over the stages within the ticks."""
+    """Three permutes of a part a tick, forward and backward; nothing else over the stages within
+    the ticks.
+    """
     steps, ticks, parts = 3, 3, 2
     meshes = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_pipeline_parallelism=2")
     found, _ = sent(steps, 32, *meshes, f"num_pipeline_microbatches={parts}", "remat_policy=full")
@@ -69,15 +82,20 @@ def test_a_pipeline_sends_parts_to_neighbours_and_gradients_over_the_data_axis_o
         ("replica_groups=[4,2]<=[2,4]T(1,0), x", {"data"}),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, x", {"data"}),
         (
-            "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}",
+            "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) "
+            "{'axis_1'}",
             {"fsdp", "tensor"},
         ),
         ("source_target_pairs={{0,2},{2,0}}, x", {"fsdp"}),
         ("replica_groups={}, x", {"data", "fsdp", "tensor"}),
     ],
-)  # fmt: skip
-def test_the_axes_of_a_collective_are_read_from_every_way_of_writing_its_groups(line: str, axes: set[str]) -> None:
-    text = f"ENTRY main (p: f32[2]) -> f32[2] {{\n  %a = f32[2,3]{{1,0}} all-reduce(%p), {line}\n}}\n"
+)
+def test_the_axes_of_a_collective_are_read_from_every_way_of_writing_its_groups(
+    line: str, axes: set[str]
+) -> None:
+    text = (
+        f"ENTRY main (p: f32[2]) -> f32[2] {{\n  %a = f32[2,3]{{1,0}} all-reduce(%p), {line}\n}}\n"
+    )
     (found,) = collectives(text, {"data": 2, "fsdp": 2, "tensor": 2}, trips=1)
     assert (found.num_bytes, found.axes, found.times) == (24, axes, 1)
     assert jax.device_count() == 8

@@ -1,4 +1,6 @@
-"""A damaged checkpoint never gives a wrong answer: readers name it, and a resume names the older one it uses."""
+"""A damaged checkpoint never gives a wrong answer: readers name it, and a resume names the older
+one it uses.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def run(trained: Trained, tmp_path: Path) -> Trained:
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 def put_in_the_parameters_of(step: int, checkpoint: Path) -> None:
@@ -89,7 +93,9 @@ def damage(checkpoint: Path, rng: random.Random) -> None:
     """Flips, cuts, doubles, swaps, removes or replaces one file of a checkpoint."""
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file())
     file, other = rng.choice(files), rng.choice(files)
-    kind = rng.choice(("flip", "flip", "cut", "double", "swap", "copy", "delete", "folder", "older"))
+    kind = rng.choice(
+        ("flip", "flip", "cut", "double", "swap", "copy", "delete", "folder", "older")
+    )
     if kind in ("flip", "cut"):  # one that has content
         file = rng.choice([path for path in files if path.stat().st_size])
     content, others = file.read_bytes(), other.read_bytes()
@@ -122,7 +128,8 @@ def test_no_damage_to_any_file_gives_a_wrong_answer(
 ) -> None:
     rng, whole = random.Random(seed), {step: trained.state(step) for step in (6, 4)}
     refused = 0
-    # Some files are held twice, and their names are random: only the first damage is sure to be met.
+    # Some files are held twice, and their names are random: only the first damage is sure to be
+    # met.
     for do_damage in (lambda checkpoint, _: flip_a_parameter(checkpoint), *[damage] * 7):
         run, warnings = trained.copy(tmp_path / "damaged"), list[str]()
         do_damage(run.newest, rng)
@@ -142,7 +149,8 @@ def test_no_damage_to_any_file_gives_a_wrong_answer(
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "change", [flip_a_parameter, lose_the_parameters, lambda folder: put_in_the_parameters_of(4, folder)]
+    "change",
+    [flip_a_parameter, lose_the_parameters, lambda folder: put_in_the_parameters_of(4, folder)],
 )
 def test_a_command_names_the_damaged_checkpoint_and_takes_no_other(
     run: Trained, capfd: pytest.CaptureFixture[str], change: Callable[[Path], None]
@@ -202,7 +210,9 @@ def test_an_older_checkpoint_is_read_with_one_warning_and_resumes(
     assert restored is not None and restored.position.step == 4
 
 
-def test_parameters_of_another_type_are_checked_before_they_are_rounded(run: Trained, trained: Trained) -> None:
+def test_parameters_of_another_type_are_checked_before_they_are_rounded(
+    run: Trained, trained: Trained
+) -> None:
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.state().params)
     assert same(load_parameters(run.folder, ["weight_dtype=bfloat16"])[2], rounded)
     flip_a_parameter(run.newest)
@@ -212,7 +222,9 @@ def test_parameters_of_another_type_are_checked_before_they_are_rounded(run: Tra
 
 def test_a_config_that_contradicts_the_checkpoint_is_refused(run: Trained) -> None:
     file = run.folder / "config.yml"
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("rope_max_timescale")]
+    lines = [
+        line for line in file.read_text().splitlines() if not line.startswith("rope_max_timescale")
+    ]
     file.write_text("\n".join([*lines, "rope_max_timescale: 20000"]) + "\n")
     with pytest.raises(ConfigError, match=r"config\.yml: states rope_max_timescale=20000.* 10000"):
         load_parameters(run.folder)
@@ -222,9 +234,13 @@ def test_checksums_do_not_depend_on_the_mesh(trained: Trained) -> None:
     state = trained.state()
     found = array_checksums(state)
     for devices, tensor in ((8, 1), (4, 2), (2, 2)):
-        mesh = make_mesh(one_layer_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices])
+        mesh = make_mesh(
+            one_layer_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices]
+        )
         places = abstract_state(trained.config.update, mesh)
-        moved = jax.tree.map(lambda x, place: jax.device_put(np.asarray(x), place.sharding), state, places)
+        moved = jax.tree.map(
+            lambda x, place: jax.device_put(np.asarray(x), place.sharding), state, places
+        )
         np.testing.assert_array_equal(array_checksums(moved), found)
 
 
@@ -238,7 +254,9 @@ def test_every_word_and_its_place_change_a_checksum() -> None:
         assert len(set(sums)) == len(sums), dtype
 
 
-def test_a_score_and_a_run_without_a_finite_value_fail(run: Trained, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_score_and_a_run_without_a_finite_value_fail(
+    run: Trained, capfd: pytest.CaptureFixture[str]
+) -> None:
     state = run.state()
     nan = state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params))
     with run.open() as checkpoints:
@@ -246,7 +264,17 @@ def test_a_score_and_a_run_without_a_finite_value_fail(run: Trained, capfd: pyte
     Path("a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     capfd.readouterr()
     assert (
-        main(["score", str(run.folder), "a.jsonl", "--json", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]) == 1
+        main(
+            [
+                "score",
+                str(run.folder),
+                "a.jsonl",
+                "--json",
+                "ici_fsdp_parallelism=1",
+                "ici_data_parallelism=-1",
+            ]
+        )
+        == 1
     )
     out, err = capfd.readouterr()
     assert json.loads(out)["exit_code"] == 1 and len(err.splitlines()) == 1 and "finite" in err

@@ -1,4 +1,6 @@
-"""Runs in 8 bits: one config is one run on any layout, and a row's output depends on that row alone."""
+"""Runs in 8 bits: one config is one run on any layout, and a row's output depends on that row
+alone.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,32 @@ from tests.helpers.tiny import MEASURED, ONE_LAYER, UNSAVED, loss_sums, read_met
 
 pytestmark = pytest.mark.runs
 
-# At the rate of the other tests of layouts a tip of a rounding grows within 20 updates; this is the rate of base.yml.
-RUN = ("learning_rate=3e-3", "learning_rate_schedule=constant", "packing=false", "global_batch_size=192")
+# At the rate of the other tests of layouts a tip of a rounding grows within 20 updates; this is the
+# rate of base.yml.
+RUN = (
+    "learning_rate=3e-3",
+    "learning_rate_schedule=constant",
+    "packing=false",
+    "global_batch_size=192",
+)
 # devices, most rows per device, the rest
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "one device, one pass": (1, "192", ()),
     "padding": (5, "8", ("batch_padding=true", "ici_data_parallelism=5")),
     "context and tensor": (
-        4, "24",
-        ("ici_context_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=minimal", "scan_layers=true", MEASURED),
+        4,
+        "24",
+        (
+            "ici_context_parallelism=2",
+            "ici_tensor_parallelism=2",
+            "remat_policy=minimal",
+            "scan_layers=true",
+            MEASURED,
+        ),
     ),
     "experts": (4, "24", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
     "pipeline and fsdp": (4, "12", ("ici_pipeline_parallelism=2", "remat_policy=full")),
-}  # fmt: skip
+}
 
 
 def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
@@ -45,9 +60,14 @@ def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 def assert_same_in_eight_bits(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float, first: float = 2e-5
+    found: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    tolerance: float,
+    first: float = 2e-5,
 ) -> None:
-    assert [line["data_fingerprint"] for line in found] == [line["data_fingerprint"] for line in expected]
+    assert [line["data_fingerprint"] for line in found] == [
+        line["data_fingerprint"] for line in expected
+    ]
     losses = [(one["loss"], other["loss"]) for one, other in zip(found, expected, strict=True)]
     assert abs(losses[0][0] - losses[0][1]) <= first
     assert max(abs(one - other) for one, other in losses) <= tolerance
@@ -55,13 +75,21 @@ def assert_same_in_eight_bits(
 
 DENSE = ("steps=20",)
 EXPERTS = (
-    "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", ONE_LAYER, "steps=8",
-)  # fmt: skip
+    "decoder_block=mixtral",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "norm_topk_prob=true",
+    ONE_LAYER,
+    "steps=8",
+)
 
 
 @pytest.mark.parametrize(
     ("quantization", "model", "layouts"),
-    [("int8", DENSE, ("context and tensor", "pipeline and fsdp")), ("fp8", EXPERTS, ("padding", "experts"))],
+    [
+        ("int8", DENSE, ("context and tensor", "pipeline and fsdp")),
+        ("fp8", EXPERTS, ("padding", "experts")),
+    ],
 )
 def test_all_layouts_are_one_run_in_eight_bits(
     tmp_path: Path, quantization: str, model: tuple[str, ...], layouts: tuple[str, ...]
@@ -75,7 +103,14 @@ def test_all_layouts_are_one_run_in_eight_bits(
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_layouts_in_bfloat16_are_one_run_to_its_rounding(tmp_path: Path) -> None:
-    keys = ("quantization=int8", "dtype=bfloat16", "global_batch_size=48", "steps=20", ONE_LAYER, UNSAVED)
+    keys = (
+        "quantization=int8",
+        "dtype=bfloat16",
+        "global_batch_size=48",
+        "steps=20",
+        ONE_LAYER,
+        UNSAVED,
+    )
     whole = run(tmp_path / "whole", "one device, one pass", *keys, "per_device_batch_size=48")
     cut = run(tmp_path / "cut", "padding", *keys, "per_device_batch_size=2")
     assert_same_in_eight_bits(cut, whole, 2e-2, first=2e-2)
@@ -84,13 +119,24 @@ def test_layouts_in_bfloat16_are_one_run_to_its_rounding(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
-    train(tiny_config(ONE_LAYER, "quantization=int8", "steps=2", f"run_dir={run_dir}"), jax.devices()[:1])
+    train(
+        tiny_config(ONE_LAYER, "quantization=int8", "steps=2", f"run_dir={run_dir}"),
+        jax.devices()[:1],
+    )
     return run_dir
 
 
-def test_adapters_stay_beside_matrices_in_eight_bits_on_any_layout(trained: Path, tmp_path: Path) -> None:
-    keys = ("lora_rank=2", f"load_parameters_path={trained}", "quantization=int8", "eval_interval=6",
-            "eval_fraction=0.02", "steps=6")  # fmt: skip
+def test_adapters_stay_beside_matrices_in_eight_bits_on_any_layout(
+    trained: Path, tmp_path: Path
+) -> None:
+    keys = (
+        "lora_rank=2",
+        f"load_parameters_path={trained}",
+        "quantization=int8",
+        "eval_interval=6",
+        "eval_fraction=0.02",
+        "steps=6",
+    )
     whole = run(tmp_path / "whole", "one device, one pass", ONE_LAYER, *keys)
     cut = run(tmp_path / "cut", "context and tensor", ONE_LAYER, *keys)
     assert_same_in_eight_bits(cut, whole, 2e-3)
@@ -105,7 +151,9 @@ def test_adapters_stay_beside_matrices_in_eight_bits_on_any_layout(trained: Path
     rows = held_out.read(0, held_out.samples_per_epoch)
     total, weight = jax.jit(lambda model: loss_sums(model, *rows.values()))(model)
     assert whole[-1]["eval_loss"] == pytest.approx(float(total / weight), rel=1e-5)
-    assert len(load_model(tmp_path / "whole").score([{"text": "def main():\n"}]).records) == 1, "merged, in dtype"
+    assert len(load_model(tmp_path / "whole").score([{"text": "def main():\n"}]).records) == 1, (
+        "merged, in dtype"
+    )
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -116,7 +164,9 @@ def test_a_record_scores_alike_beside_any_other_bit_for_bit(
     for other in ("import sys, os, json\n\n", "~~~~~~~~~~~~~~~~~~~~~~\x7f"):
         file = tmp_path / "records.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in (shared, {"text": other})))
-        assert main(["score", str(trained), str(file), f"quantization={quantization}", "--json"]) == 0
+        assert (
+            main(["score", str(trained), str(file), f"quantization={quantization}", "--json"]) == 0
+        )
         scores.append(json.loads(capsys.readouterr().out)["records"])
     assert scores[0][0] == scores[1][0] and scores[0][1] != scores[1][1]
 
@@ -132,5 +182,8 @@ def test_a_resume_with_another_quantization_goes_on_and_tells(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tiny_config(ONE_LAYER, "steps=3", f"run_dir={trained}"), jax.devices()[:1])
-    assert 'quantization: int8 before, "" now: changes the layers\' products' in capsys.readouterr().out
+    assert (
+        'quantization: int8 before, "" now: changes the layers\' products'
+        in capsys.readouterr().out
+    )
     assert [line["step"] for line in read_metrics(trained)] == [1, 2, 3]

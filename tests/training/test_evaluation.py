@@ -26,7 +26,9 @@ def plain_loss() -> float:
     stream = open_stream(CONFIG, split="eval")
     rows = stream.read(0, stream.samples_per_epoch)
     graphdef, _ = abstract_model(CONFIG.decoder)
-    params = init_state(CONFIG.update, abstract_state(CONFIG.update, make_mesh(CONFIG, jax.devices()[:1]))).params
+    params = init_state(
+        CONFIG.update, abstract_state(CONFIG.update, make_mesh(CONFIG, jax.devices()[:1]))
+    ).params
     decoder = nnx.merge(graphdef, params)
     logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
@@ -48,7 +50,9 @@ def evaluated(config: Config, batch_size: int, num_devices: int = 1) -> EvalResu
 
 @pytest.mark.runs
 @pytest.mark.parametrize(("num_devices", "batch_size"), [(1, 25), (1, 4), (4, 8), (8, 24)])
-def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: int, batch_size: int) -> None:
+def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(
+    num_devices: int, batch_size: int
+) -> None:
     result = evaluated(CONFIG, batch_size, num_devices)
     assert result.num_rows == 25
     np.testing.assert_allclose(result.loss, plain_loss(), rtol=1e-5)
@@ -59,6 +63,8 @@ def test_eval_steps_bounds_the_batches() -> None:
 
 
 def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
-    results = [evaluated(tiny_config("eval_fraction=0.05", "eval_samples=7"), size) for size in (2, 4)]
+    results = [
+        evaluated(tiny_config("eval_fraction=0.05", "eval_samples=7"), size) for size in (2, 4)
+    ]
     assert [result.num_rows for result in results] == [7, 7]
     np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)

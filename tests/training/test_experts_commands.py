@@ -1,4 +1,6 @@
-"""A fine-tuning with experts, killed with -9 and gone on with elsewhere, and the commands that take its model."""
+"""A fine-tuning with experts, killed with -9 and gone on with elsewhere, and the commands that take
+its model.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,28 @@ from tests.helpers.tiny import ONE_LAYER, SAME, TINY_MODEL, assert_same_run, rea
 pytestmark = pytest.mark.processes
 
 RUN = (
-    *TINY_MODEL, ONE_LAYER, "max_target_length=64", "packing=false", "global_batch_size=8", "generate_prompt=",
-    "eval_interval=-1", "learning_rate_schedule=constant", "warmup_steps_fraction=0", "log_period=1", "steps=6",
-    "checkpoint_period=2", "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true",
-    "base_moe_mlp_dim=32", "logits_via_embedding=false", "load_balance_loss_weight=0.1", "load_balance_scope=global",
+    *TINY_MODEL,
+    ONE_LAYER,
+    "max_target_length=64",
+    "packing=false",
+    "global_batch_size=8",
+    "generate_prompt=",
+    "eval_interval=-1",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    "log_period=1",
+    "steps=6",
+    "checkpoint_period=2",
+    "decoder_block=mixtral",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "norm_topk_prob=true",
+    "base_moe_mlp_dim=32",
+    "logits_via_embedding=false",
+    "load_balance_loss_weight=0.1",
+    "load_balance_scope=global",
     "router_z_loss_weight=0.01",
-)  # fmt: skip
+)
 SPLIT = ("per_device_batch_size=1", "ici_expert_parallelism=2")
 
 
@@ -53,14 +71,23 @@ def killed(folder: Path) -> Path:
 
 
 def test_a_killed_run_goes_on_elsewhere_as_if_it_had_not_been(folder: Path, killed: Path) -> None:
-    train(chat_config(folder, None, *RUN, "per_device_batch_size=8", f"run_dir={folder / 'whole'}"), jax.devices()[:1])
+    train(
+        chat_config(folder, None, *RUN, "per_device_batch_size=8", f"run_dir={folder / 'whole'}"),
+        jax.devices()[:1],
+    )
     found, expected = read_metrics(killed), read_metrics(folder / "whole")
-    assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+    assert_same_run(
+        found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss")
+    )
     assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_its_model_is_scored_and_exported(folder: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "rows.jsonl").write_text('{"tokens": [100, 101, 102, 32, 7]}\n{"tokens": [5, 6, 7]}\n')
+def test_its_model_is_scored_and_exported(
+    folder: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "rows.jsonl").write_text(
+        '{"tokens": [100, 101, 102, 32, 7]}\n{"tokens": [5, 6, 7]}\n'
+    )
 
     def scores(model: Path) -> list[Any]:
         assert main(["score", str(model), str(folder / "rows.jsonl"), "--json"]) == 0

@@ -31,7 +31,13 @@ from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import loss_sums, read_metrics
-from tests.helpers.transformers_models import FAMILY_MODELS, MODELS, VOCABULARY, make_model, save_model
+from tests.helpers.transformers_models import (
+    FAMILY_MODELS,
+    MODELS,
+    VOCABULARY,
+    make_model,
+    save_model,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
@@ -51,12 +57,16 @@ def constants_of_short_texts() -> Iterator[None]:
 
 
 def losses(model: Any) -> Any:
-    """Returns the cross-entropy of each token but the first of a row, as torch computes it from logits."""
+    """Returns the cross-entropy of each token but the first of a row, as torch computes it from
+    logits.
+    """
     import torch
 
     tokens = torch.tensor(TOKENS_2xL)
     logits = model(tokens).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
 
 
 def load(folder: Path, *overrides: str) -> tuple[Any, nnx.GraphDef[Any], nnx.State]:
@@ -69,7 +79,9 @@ def rows() -> tuple[jax.Array, jax.Array]:
 
 
 class Reference(NamedTuple):
-    """A model of transformers, where it is saved, and its log-probabilities of TOKENS_2xL after the first tokens."""
+    """A model of transformers, where it is saved, and its log-probabilities of TOKENS_2xL after the
+    first tokens.
+    """
 
     model: Any
     folder: Path
@@ -87,7 +99,9 @@ def make_reference(name: str, folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
     return make_reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -101,7 +115,9 @@ def assert_close(found: Any, expected: np.ndarray, what: str = "") -> None:
 
 
 def layers_in_turn(model: str, names: Iterable[str], first: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by model and scanned or unrolled layers, in turn: with another `first` by the other one."""
+    """Parametrizes a test by model and scanned or unrolled layers, in turn: with another `first` by
+    the other one.
+    """
     layers = ("scan_layers=true", "scan_layers=false")
     cases = [(name, layers[number % 2]) for number, name in enumerate(names, first)]
     return pytest.mark.parametrize((model, "scan"), cases, indirect=[model])
@@ -110,24 +126,38 @@ def layers_in_turn(model: str, names: Iterable[str], first: int) -> pytest.MarkD
 def test_every_family_has_a_model() -> None:
     import transformers
 
-    kinds = {name: getattr(transformers, f"{kind}Config").model_type for name, (kind, _) in MODELS.items()}
-    assert set(kinds.values()) == {kinds[name] for name in (*FAMILY_MODELS, "qwen3_5")} == MODEL_TYPES.keys()
+    kinds = {
+        name: getattr(transformers, f"{kind}Config").model_type
+        for name, (kind, _) in MODELS.items()
+    }
+    assert (
+        set(kinds.values())
+        == {kinds[name] for name in (*FAMILY_MODELS, "qwen3_5")}
+        == MODEL_TYPES.keys()
+    )
 
 
-@layers_in_turn("reference", sorted(MODELS.keys() - FAMILY_MODELS), 0)  # of those, the tests below have them
+# of those, the tests below have them
+@layers_in_turn("reference", sorted(MODELS.keys() - FAMILY_MODELS), 0)
 def test_log_probabilities_are_those_of_transformers(reference: Reference, scan: str) -> None:
     _, graphdef, params = load(reference.folder, scan)
-    got = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), *rows()).logprobs_MxL)(params)
+    got = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), *rows()).logprobs_MxL)(
+        params
+    )
     assert_close(got[:, 1:], reference.logprobs)
 
 
 @layers_in_turn("family", FAMILY_MODELS, 0)
-def test_packed_documents_have_the_log_probabilities_that_each_has_alone(family: Reference, scan: str) -> None:
+def test_packed_documents_have_the_log_probabilities_that_each_has_alone(
+    family: Reference, scan: str
+) -> None:
     first, second = 23, LENGTH - 23
     tokens = np.concatenate([TOKENS_2xL[0, :first], TOKENS_2xL[1, :second]])[None]
     segments = np.repeat([1, 2], [first, second])[None]
     _, graphdef, params = load(family.folder, scan)
-    got = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments).logprobs_MxL)(params)
+    got = jax.jit(
+        lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments).logprobs_MxL
+    )(params)
     assert_close(got[0, 1:first], family.logprobs[0, : first - 1])
     assert_close(got[0, first + 1 :], family.logprobs[1, : second - 1])
 
@@ -135,25 +165,36 @@ def test_packed_documents_have_the_log_probabilities_that_each_has_alone(family:
 def test_packed_documents_of_longrope_have_the_factors_that_each_has_alone(tmp_path: Path) -> None:
     import torch
 
-    model, lengths = save_model("phi3_long", tmp_path / "model"), (20, 33, 27)  # other factors from 33 tokens on
-    documents = [np.random.default_rng(number).integers(1, VOCABULARY, n) for number, n in enumerate(lengths)]
+    # other factors from 33 tokens on
+    model, lengths = save_model("phi3_long", tmp_path / "model"), (20, 33, 27)
+    documents = [
+        np.random.default_rng(number).integers(1, VOCABULARY, n) for number, n in enumerate(lengths)
+    ]
     tokens, segments = np.concatenate(documents)[None], np.repeat([1, 2, 3], lengths)[None]
     _, graphdef, params = load_parameters(tmp_path / "model", ["max_target_length=80"])
-    got = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments).logprobs_MxL)(params)
+    got = jax.jit(
+        lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments).logprobs_MxL
+    )(params)
     for number, document in enumerate(documents, 1):
         with torch.no_grad():
             logits = model(torch.tensor(document)[None]).logits[0, :-1]
-        expected = -torch.nn.functional.cross_entropy(logits, torch.tensor(document[1:]), reduction="none").numpy()
+        expected = -torch.nn.functional.cross_entropy(
+            logits, torch.tensor(document[1:]), reduction="none"
+        ).numpy()
         assert_close(got[segments == number][1:], expected, str(number))
 
 
 @layers_in_turn("family", FAMILY_MODELS, 1)
-def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Reference, scan: str) -> None:
+def test_log_probabilities_with_the_cache_are_those_of_transformers(
+    family: Reference, scan: str
+) -> None:
     prompt = 11
     _, graphdef, params = load(family.folder, scan)
 
     @jax.jit
-    def logprobs(params: nnx.State, tokens: jax.Array, first: jax.Array, caches: Caches) -> tuple[jax.Array, Caches]:
+    def logprobs(
+        params: nnx.State, tokens: jax.Array, first: jax.Array, caches: Caches
+    ) -> tuple[jax.Array, Caches]:
         decoder = nnx.merge(graphdef, params)
         positions = first + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden, caches = decoder.hidden_with_caches(tokens, positions, caches)
@@ -170,8 +211,13 @@ def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Refe
 
 def load_over(folder: Path, *axes: str) -> tuple[Config, Mesh, nnx.GraphDef[Any], nnx.State]:
     """Loads a model over two devices on each of the axes."""
-    sizes = {axis: 2 if axis in axes else 1 for axis in ("data", "fsdp", "tensor", "context", "pipeline")}
-    overrides = [f"max_target_length={LENGTH}", *(f"ici_{axis}_parallelism={size}" for axis, size in sizes.items())]
+    sizes = {
+        axis: 2 if axis in axes else 1 for axis in ("data", "fsdp", "tensor", "context", "pipeline")
+    }
+    overrides = [
+        f"max_target_length={LENGTH}",
+        *(f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()),
+    ]
     mesh = make_mesh(load_config(overrides=overrides), jax.devices()[: 2 ** len(axes)])
     config, graphdef, params = load_parameters(folder, overrides, mesh)
     return config, mesh, graphdef, params
@@ -189,21 +235,31 @@ def test_the_loss_and_its_gradients_over_fsdp_are_those_of_torch(family: Referen
     losses(family.model).sum().backward()
     config, _, graphdef, params = load_over(family.folder, "fsdp")
     weights = jnp.ones(TOKENS_2xL.shape).at[:, 0].set(0)
-    loss = jax.value_and_grad(lambda params: loss_sums(nnx.merge(graphdef, params), *rows(), weights)[0])
+    loss = jax.value_and_grad(
+        lambda params: loss_sums(nnx.merge(graphdef, params), *rows(), weights)[0]
+    )
     value, got = jax.jit(loss)(params)
     assert float(value) == pytest.approx(-family.logprobs.sum(), rel=1e-5)
     shapes = abstract(params)
     folder = HuggingFaceFolder(folder_of_gradients(family.model, family.folder))
     expected = folder.open(config.model, shapes)(shapes)
     largest = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(expected))
-    for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+    for (path, ours), theirs in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
         difference, size = float(jnp.linalg.norm(ours - theirs)), float(jnp.linalg.norm(theirs))
         # The gradient of a bias of keys without rope is 0 but for rounding.
-        assert difference <= 1e-3 * size + 1e-6 * largest, (jax.tree_util.keystr(path), difference, size)
+        assert difference <= 1e-3 * size + 1e-6 * largest, (
+            jax.tree_util.keystr(path),
+            difference,
+            size,
+        )
 
 
 def folder_of_gradients(model: Any, folder: Path) -> Path:
-    """Writes the gradients of a model as if they were its tensors, so that they are read as parameters are."""
+    """Writes the gradients of a model as if they were its tensors, so that they are read as
+    parameters are.
+    """
     import torch
 
     holding = copy.deepcopy(model)
@@ -215,15 +271,20 @@ def folder_of_gradients(model: Any, folder: Path) -> Path:
                 ours.copy_(buffer.grad)
             elif name.endswith("e_score_correction_bias"):  # which has no gradient
                 ours.zero_()
-    holding.save_pretrained(folder / "gradients")  # which takes the experts apart that it holds as one
+    # which takes the experts apart that it holds as one
+    holding.save_pretrained(folder / "gradients")
     return folder / "gradients"
 
 
 def abstract(params: nnx.State) -> nnx.State:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
 
 
-def test_an_export_is_the_model_bit_for_bit_and_transformers_loads_it(reference: Reference, tmp_path: Path) -> None:
+def test_an_export_is_the_model_bit_for_bit_and_transformers_loads_it(
+    reference: Reference, tmp_path: Path
+) -> None:
     import torch
     import transformers
 
@@ -232,7 +293,8 @@ def test_an_export_is_the_model_bit_for_bit_and_transformers_loads_it(reference:
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", output_loading_info=True, attn_implementation="eager"
     )
-    assert {key: value for key, value in report.items() if value} == {}  # missing, unexpected, mismatched
+    # missing, unexpected, mismatched
+    assert {key: value for key, value in report.items() if value} == {}
     with torch.no_grad():
         assert torch.equal(losses(reference.model), losses(loaded.eval()))
 
@@ -252,14 +314,20 @@ def test_an_export_keeps_the_type_of_the_tensors(name: str, dtype: str, tmp_path
     ("name", "targets", "fields"),
     [
         ("gemma3", "all", {}),
-        ("gemma4_small", "all", {}),  # its last layers lack keys, and two matrices lie in a layer itself
+        # its last layers lack keys, and two matrices lie in a layer itself
+        ("gemma4_small", "all", {}),
         ("phi3", "all", {}),  # whose layers join matrices, as those of gpt2
         ("phi3", "query,up,out", {}),
         ("gpt2", "query,up,out", {}),
-        # Beside experts PEFT renames modules, such as those of an MLP; here also joined ones, head by head.
+        # Beside experts PEFT renames modules, such as those of an MLP; here also joined ones, head
+        # by head.
         ("deepseek", "all", {"num_hidden_layers": 2, "first_k_dense_replace": 1}),
         ("qwen3_next", "all", {"num_hidden_layers": 2}),
-        ("qwen3_5", "delta_key,query_gate,up,shared_gate", {"num_hidden_layers": 2, "full_attention_interval": 2}),
+        (
+            "qwen3_5",
+            "delta_key,query_gate,up,shared_gate",
+            {"num_hidden_layers": 2, "full_attention_interval": 2},
+        ),
     ],
 )
 def test_peft_applies_exported_adapters_as_the_merged_export_has_them(
@@ -271,16 +339,30 @@ def test_peft_applies_exported_adapters_as_the_merged_export_has_them(
     peft = pytest.importorskip("peft")
     model = save_model(name, tmp_path / "model", **fields)
     before = losses(model).detach()
-    adapted = load_config(overrides=[
-        "model_name=auto", f"load_parameters_path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "steps=2",
-        "dataset_type=synthetic", "max_target_length=16", "lora_rank=3", "lora_alpha=9", f"lora_targets={targets}",
-        "learning_rate=1e-2", "warmup_steps_fraction=0", "eval_interval=-1", "generate_prompt=",
-        "gradient_noise_scale=false",
-    ])  # fmt: skip
+    adapted = load_config(
+        overrides=[
+            "model_name=auto",
+            f"load_parameters_path={tmp_path / 'model'}",
+            f"run_dir={tmp_path / 'run'}",
+            "steps=2",
+            "dataset_type=synthetic",
+            "max_target_length=16",
+            "lora_rank=3",
+            "lora_alpha=9",
+            f"lora_targets={targets}",
+            "learning_rate=1e-2",
+            "warmup_steps_fraction=0",
+            "eval_interval=-1",
+            "generate_prompt=",
+            "gradient_noise_scale=false",
+        ]
+    )
     train(adapted, jax.devices()[:1])
     export_model(str(tmp_path / "run"), str(tmp_path / "merged"), None)
     export_adapters(str(tmp_path / "run"), str(tmp_path / "adapters"), None)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
     with torch.no_grad():
         expected = losses(merged.eval())
         found = losses(peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval())
@@ -288,22 +370,36 @@ def test_peft_applies_exported_adapters_as_the_merged_export_has_them(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_the_loss_of_an_sft_update_is_the_cross_entropy_of_torch_over_the_trained_tokens(tmp_path: Path) -> None:
+def test_the_loss_of_an_sft_update_is_the_cross_entropy_of_torch_over_the_trained_tokens(
+    tmp_path: Path,
+) -> None:
     import torch
 
     model = save_model("llama", tmp_path / "model", vocab_size=320)
     config = chat_config(
-        tmp_path, some_talks(40), "model_name=auto", f"load_parameters_path={tmp_path / 'model'}", "steps=1",
-        f"run_dir={tmp_path / 'run'}", "global_batch_size=8", "per_device_batch_size=1", "gradient_noise_scale=false",
-        "eval_interval=-1", "generate_prompt=",
-    )  # fmt: skip
+        tmp_path,
+        some_talks(40),
+        "model_name=auto",
+        f"load_parameters_path={tmp_path / 'model'}",
+        "steps=1",
+        f"run_dir={tmp_path / 'run'}",
+        "global_batch_size=8",
+        "per_device_batch_size=1",
+        "gradient_noise_scale=false",
+        "eval_interval=-1",
+        "generate_prompt=",
+    )
     train(config, jax.devices()[:2])
     read = open_stream(config).read(0, 8)
     sums = torch.zeros(2)
-    for tokens_L, segments_L, weights_L in zip(read["tokens"], read["segments"], read["weights"], strict=True):
+    for tokens_L, segments_L, weights_L in zip(
+        read["tokens"], read["segments"], read["weights"], strict=True
+    ):
         for segment in set(segments_L.tolist()) - {0}:
             ids = torch.tensor(tokens_L[segments_L == segment], dtype=torch.long)[None]
-            labels = torch.where(torch.tensor(weights_L[segments_L == segment])[None] > 0, ids, -100)
+            labels = torch.where(
+                torch.tensor(weights_L[segments_L == segment])[None] > 0, ids, -100
+            )
             with torch.no_grad():
                 mean, trained = model(ids, labels=labels).loss, (labels[:, 1:] != -100).sum()
             sums += torch.stack([mean * trained, trained]) if trained else 0

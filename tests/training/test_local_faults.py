@@ -19,7 +19,9 @@ KEYS = [key for key in RAMPED if "rampup" not in key and "per_device_batch_size"
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num_kilobytes", [4, 32, 180])
-def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(tmp_path: Path, num_kilobytes: int) -> None:
+def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(
+    tmp_path: Path, num_kilobytes: int
+) -> None:
     with small_disk(tmp_path / "disk", num_kilobytes) as disk:
         ended = maxbatch("train", *KEYS, "per_device_batch_size=1", f"run_dir={disk}/run")
     assert ended.returncode == 1
@@ -36,8 +38,9 @@ def test_a_path_that_an_ordinary_user_may_not_use_is_one_line_and_exit_2(tmp_pat
     for parent in (tmp_path, *tmp_path.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)
     drops = (
-        "import os, sys; from maxbatch.cli import main; import maxbatch.training.pretraining;"
-        f"os.setgroups([]); os.setgid({ORDINARY_USER}); os.setuid({ORDINARY_USER}); sys.exit(main())"
+        "import os, sys; from maxbatch.cli import main; import "
+        f"maxbatch.training.pretraining;os.setgroups([]); os.setgid({ORDINARY_USER}); "
+        f"os.setuid({ORDINARY_USER}); sys.exit(main())"
     )
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
@@ -50,8 +53,12 @@ def test_a_path_that_an_ordinary_user_may_not_use_is_one_line_and_exit_2(tmp_pat
     ):
         ended = subprocess.run(
             [sys.executable, "-c", drops, *command],
-            env=environment(), capture_output=True, text=True, timeout=200, cwd="/",
-        )  # fmt: skip
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd="/",
+        )
         assert ended.returncode == 2, ended.stderr
         assert len(ended.stderr.splitlines()) == 1 and said in ended.stderr
     assert list(forbidden.iterdir()) == []

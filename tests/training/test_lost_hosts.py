@@ -1,4 +1,6 @@
-"""Hosts that are lost with kill -9, and restarts on as many hosts or on fewer, from their local checkpoints."""
+"""Hosts that are lost with kill -9, and restarts on as many hosts or on fewer, from their local
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,16 @@ pytestmark = pytest.mark.processes
 
 # Of widths that 2 and 3 hosts divide: each of them holds a part of every matrix.
 KEYS = (
-    *TINY_RUN, ONE_LAYER, "base_emb_dim=48", "base_mlp_dim=96", "steps=24", "global_batch_size=8",
-    "per_device_batch_size=2", "checkpoint_period=1000", "local_checkpoint_period=3",
-)  # fmt: skip
+    *TINY_RUN,
+    ONE_LAYER,
+    "base_emb_dim=48",
+    "base_mlp_dim=96",
+    "steps=24",
+    "global_batch_size=8",
+    "per_device_batch_size=2",
+    "checkpoint_period=1000",
+    "local_checkpoint_period=3",
+)
 # Runs in every Python process of a test: gives each host a home, that is a disk, of its own.
 SITECUSTOMIZE = """
     import os
@@ -48,7 +57,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def lose(process: subprocess.Popen[str], run_dir: Path, at: int) -> tuple[int, str]:
-    """Kills all hosts once so many updates are recorded; returns the number that were, and the output."""
+    """Kills all hosts once so many updates are recorded; returns the number that were, and the
+    output.
+    """
     wait_for(lambda: recorded(run_dir) >= at, process)
     os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
@@ -81,7 +92,9 @@ def test_hosts_that_share_a_path_are_lost_on_3_and_1_of_them_and_2_go_on_and_nob
     output = finish(train(run_dir, *padded, *hosts(2)))
     assert done - resumed_at(output) <= 3
     assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))
-    assert not list((tmp_path / "ram").glob("run-*/*")), "a run that is complete leaves nothing there"
+    assert not list((tmp_path / "ram").glob("run-*/*")), (
+        "a run that is complete leaves nothing there"
+    )
 
 
 # --- hosts with a disk of their own each ---
@@ -90,8 +103,13 @@ OWN_DISKS = ("local_checkpoint_directory=~/ram", "batch_padding=true", "checkpoi
 
 
 def variables_of(folder: Path) -> dict[str, str]:
-    programs = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # compiled once for all hosts
-    return {"PYTHONPATH": str(folder / "site"), "DISKS": str(folder / "disks"), "XDG_CACHE_HOME": programs}
+    # compiled once for all hosts
+    programs = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return {
+        "PYTHONPATH": str(folder / "site"),
+        "DISKS": str(folder / "disks"),
+        "XDG_CACHE_HOME": programs,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +150,9 @@ def flip_bits(disks: Path) -> None:
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize(("number", "damage"), [(3, lose_a_disk), (2, swap_the_disks), (3, flip_bits)])
+@pytest.mark.parametrize(
+    ("number", "damage"), [(3, lose_a_disk), (2, swap_the_disks), (3, flip_bits)]
+)
 def test_a_host_that_is_lost_with_its_disk_is_made_up_for_by_the_copy_at_the_next_one(
     lost: Path, whole: Path, number: int, damage: Callable[[Path], None]
 ) -> None:
@@ -145,7 +165,9 @@ def test_a_host_that_is_lost_with_its_disk_is_made_up_for_by_the_copy_at_the_nex
     assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))
 
 
-def test_both_copies_gone_is_told_and_the_run_goes_on_from_its_folder(lost: Path, whole: Path) -> None:
+def test_both_copies_gone_is_told_and_the_run_goes_on_from_its_folder(
+    lost: Path, whole: Path
+) -> None:
     run_dir = lost / "run"
     for host in ("1", "2"):
         shutil.rmtree(lost / "disks" / host)

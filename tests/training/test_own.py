@@ -43,7 +43,12 @@ def test_a_model_of_the_user_is_refused_a_pipeline_whose_stages_follow_from_the_
 
 
 def test_a_loss_of_the_user_is_refused_terms_that_are_added_to_the_configs_own() -> None:
-    experts = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true")
+    experts = (
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+    )
     for term in ("load_balance_loss_weight", "router_z_loss_weight"):
         keys = tiny_config(*experts, f"{term}=0.1").model
         with pytest.raises(ConfigError, match=f"{term}=0.1: .*own loss only; works: {term}=0"):
@@ -52,17 +57,25 @@ def test_a_loss_of_the_user_is_refused_terms_that_are_added_to_the_configs_own()
 
 def test_a_loss_of_the_user_over_the_configs_experts_counts_where_their_tokens_go() -> None:
     config = tiny_config(
-        "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true",
-        "base_num_decoder_layers=1", "base_moe_mlp_dim=16",
-    )  # fmt: skip
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "base_num_decoder_layers=1",
+        "base_moe_mlp_dim=16",
+    )
     model = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     rows = Rows(*(jnp.asarray(array) for array in some_rows(2).values()))
 
     @nnx.jit
     def sums(model: Decoder, rows: Rows) -> tuple[Any, Any]:
-        return NEXT_TOKEN.sums(model, rows, 1), objective_of(next_token_loss, None, config.model).sums(model, rows, 1)
+        return NEXT_TOKEN.sums(model, rows, 1), objective_of(
+            next_token_loss, None, config.model
+        ).sums(model, rows, 1)
 
     (loss, weight, _, routing), (own_loss, own_weight, _, own_routing) = sums(model, rows)
-    assert float(own_loss) == pytest.approx(float(loss), rel=1e-5) and float(own_weight) == float(weight)
+    assert float(own_loss) == pytest.approx(float(loss), rel=1e-5) and float(own_weight) == float(
+        weight
+    )
     jax.tree.map(np.testing.assert_array_equal, own_routing, routing)
     assert int(routing.counts_E.sum()) == 2 * int(jnp.sum(rows.segments != 0))

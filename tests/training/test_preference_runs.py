@@ -24,15 +24,32 @@ pytestmark = pytest.mark.runs
 LENGTH = 16
 WORDS = ("red", "blue", "green", "gray", "pink", "black", "white")
 PAIRS = [
-    {"prompt": f"{word} {number}?", "chosen": " yes" * (1 + number % 2), "rejected": " no" * (1 + number % 3)}
+    {
+        "prompt": f"{word} {number}?",
+        "chosen": " yes" * (1 + number % 2),
+        "rejected": " no" * (1 + number % 3),
+    }
     for number, word in enumerate(WORDS * 3)
 ]
 SETTINGS = (
-    "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
-    "base_num_decoder_layers=1", "vocab_size=259", f"max_target_length={LENGTH}", "use_dpo=true", "dataset_type=jsonl",
-    "global_batch_size=6", "learning_rate_schedule=constant", "warmup_steps_fraction=0", "learning_rate=1e-2",
-    "generate_prompt=", "log_to=", "gradient_noise_scale=false",
-)  # fmt: skip
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=1",
+    "vocab_size=259",
+    f"max_target_length={LENGTH}",
+    "use_dpo=true",
+    "dataset_type=jsonl",
+    "global_batch_size=6",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    "learning_rate=1e-2",
+    "generate_prompt=",
+    "log_to=",
+    "gradient_noise_scale=false",
+)
 
 QUICK = ("eval_interval=-1", "eval_fraction=0", "checkpoint_period=1000")
 
@@ -46,11 +63,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """A function that trains in a folder on some devices, and returns the records of all updates."""
+    """A function that trains in a folder on some devices, and returns the records of all
+    updates.
+    """
     write_jsonl(folder / "pairs.jsonl", PAIRS)
 
     def trained(name: str, num_devices: int, *overrides: str) -> list[Record]:
-        paths = (f"dataset_path={folder}/pairs.jsonl", f"run_dir={folder}/{name}", f"data_cache_dir={folder}/cache")
+        paths = (
+            f"dataset_path={folder}/pairs.jsonl",
+            f"run_dir={folder}/{name}",
+            f"data_cache_dir={folder}/cache",
+        )
         config = load_config(overrides=[*SETTINGS, *paths, *overrides])
         return train(config, jax.devices()[:num_devices]).history
 
@@ -62,27 +85,49 @@ def whole(run: Run) -> list[Record]:
     return run("whole", 1, "steps=100", "eval_interval=50", "eval_fraction=0.1")
 
 
-def test_the_chosen_answers_margin_goes_from_0_to_over_5_in_100_updates(whole: list[Record]) -> None:
+def test_the_chosen_answers_margin_goes_from_0_to_over_5_in_100_updates(
+    whole: list[Record],
+) -> None:
     assert abs(whole[0]["margin"]) < 1e-5 and whole[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert whole[-1]["margin"] > 5 and whole[-1]["pair_accuracy"] == 1
     assert whole[0]["loss_weight"] == 6 and whole[1]["tokens_seen"] == 2 * 6 * 2 * LENGTH
     assert whole[-1]["eval_loss"] < 0.1
 
 
-def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(run: Run, whole: list[Record]) -> None:
-    run("cut", 2, "steps=3", "gradient_accumulation_steps=3", "eval_interval=-1", "eval_fraction=0.1")
+def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
+    run: Run, whole: list[Record]
+) -> None:
+    run(
+        "cut",
+        2,
+        "steps=3",
+        "gradient_accumulation_steps=3",
+        "eval_interval=-1",
+        "eval_fraction=0.1",
+    )
     # 4 rows a pass on 4 devices: the last pass of 6 pairs has 2 rows of padding.
     resumed = run(
-        "cut", 4, "steps=5", "per_device_batch_size=1", "batch_padding=true", "eval_interval=-1", "eval_fraction=0.1"
+        "cut",
+        4,
+        "steps=5",
+        "per_device_batch_size=1",
+        "batch_padding=true",
+        "eval_interval=-1",
+        "eval_fraction=0.1",
     )
     for ours, theirs in zip(resumed, whole, strict=False):
         assert ours["data_fingerprint"] == theirs["data_fingerprint"]
         for name in ("loss", "margin"):
-            assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), (ours["step"], name)
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), (
+                ours["step"],
+                name,
+            )
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5]
 
 
-def test_held_out_pairs_that_a_resume_brings_are_compared_with_their_own_reference(run: Run, tmp_path: Path) -> None:
+def test_held_out_pairs_that_a_resume_brings_are_compared_with_their_own_reference(
+    run: Run, tmp_path: Path
+) -> None:
     others = [one | {"prompt": f"{one['prompt']} then?"} for one in PAIRS]
     evals = (*QUICK, "eval_interval=1", "learning_rate=0.1")
     first, second = (f"eval_dataset_path={tmp_path}/{name}.jsonl" for name in ("first", "second"))
@@ -105,7 +150,9 @@ def test_a_pair_that_the_reference_lacks_is_an_error() -> None:
             reference.beside(rows)
 
 
-def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(run: Run, folder: Path) -> None:
+def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(
+    run: Run, folder: Path
+) -> None:
     """The base trains on, and the reference's file is lost, or another run's."""
     run("base", 1, "steps=1", *QUICK)
     start = (f"load_parameters_path={folder}/base", *QUICK)
@@ -129,7 +176,11 @@ def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes
     run("refused", 1, "steps=1", *QUICK)
 
     def written() -> dict[str, bytes]:
-        files = (path for path in (folder / "refused").rglob("*") if path.is_file() and path.name != "run.json")
+        files = (
+            path
+            for path in (folder / "refused").rglob("*")
+            if path.is_file() and path.name != "run.json"
+        )
         return {str(path): path.read_bytes() for path in files}
 
     before = written()
@@ -137,7 +188,10 @@ def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes
         run("refused", 1, "steps=3", *QUICK, f"load_parameters_path={folder}/other")
     assert written() == before
     gone = (*QUICK, "eval_interval=1", f"eval_dataset_path={tmp_path}/none.jsonl")
-    for name, refused in (("refused", gone), ("refused", (*QUICK, "eval_interval=1", "early_stopping_patience=1"))):
+    for name, refused in (
+        ("refused", gone),
+        ("refused", (*QUICK, "eval_interval=1", "early_stopping_patience=1")),
+    ):
         with pytest.raises(ConfigError, match=r"no such file or folder|nothing is held out"):
             run(name, 1, "steps=3", *refused)
         assert written() == before
@@ -153,8 +207,15 @@ def test_the_lines_count_pairs_and_the_closing_sample_is_a_chat(
     answers = {"chosen": "yes", "rejected": "no"}
     pair = {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}
     form = ("use_sft=false", "dpo_algo=orpo", "steps=1", "global_batch_size=2", *QUICK)
-    small = [one for one in SETTINGS if one.startswith(("base_", "head_dim", "use_dpo", "log_to", "compilation_cache"))]
-    train(chat_config(tmp_path, [pair] * 4, *small, *form, f"run_dir={tmp_path}/run"), jax.devices()[:1])
+    small = [
+        one
+        for one in SETTINGS
+        if one.startswith(("base_", "head_dim", "use_dpo", "log_to", "compilation_cache"))
+    ]
+    train(
+        chat_config(tmp_path, [pair] * 4, *small, *form, f"run_dir={tmp_path}/run"),
+        jax.devices()[:1],
+    )
     printed, _, sample = capsys.readouterr().out.partition("--- a sample ---")
     assert ", 4 pairs an epoch | " in printed and "\ndone: step 1, 2 pairs, in " in printed
     assert "\n<|im_start|>user\nred?<|im_end|>\n<|im_start|>assistant\n" in sample
@@ -168,7 +229,10 @@ def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:
     for override, words in (
         ("use_sft=true", "use_sft=true: must be false beside use_dpo=true"),
         ("batch_size=4", "use_dpo=true: must be false beside batch_size"),
-        ("dpo_algo=orpo dpo_label_smoothing=0.1", "dpo_label_smoothing=0.1: must be 0 beside dpo_algo=orpo"),
+        (
+            "dpo_algo=orpo dpo_label_smoothing=0.1",
+            "dpo_label_smoothing=0.1: must be 0 beside dpo_algo=orpo",
+        ),
         ("dpo_label_smoothing=0.5", "dpo_label_smoothing=0.5: must be less than 0.5"),
     ):
         settings = [one for one in SETTINGS if "global_batch" not in one]

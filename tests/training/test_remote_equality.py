@@ -49,7 +49,9 @@ def stated(run_dir: AnyPath, place: str) -> str:
 
 def items(run_dir: AnyPath) -> dict[int, set[str]]:
     """The items of each checkpoint."""
-    return {step: {p.name for p in (run_dir / "checkpoints" / str(step)).iterdir()} for step in STEPS}
+    return {
+        step: {p.name for p in (run_dir / "checkpoints" / str(step)).iterdir()} for step in STEPS
+    }
 
 
 @pytest.mark.slow

@@ -53,15 +53,20 @@ def test_a_bucket_that_fills_up_or_is_closed_ends_the_run_in_one_line_and_mended
         ended = maxbatch("train", *keys)
         assert ended.returncode == 1 and time.monotonic() - started < 60, ended.stderr
     lines = ended.stderr.splitlines()
-    assert lines[0].startswith("maxbatch: warning: the run ends inside its ramp") and len(lines) == 2, ended.stderr
+    assert (
+        lines[0].startswith("maxbatch: warning: the run ends inside its ramp") and len(lines) == 2
+    ), ended.stderr
     saved = committed_steps(as_path(keys[-1].removeprefix("run_dir=")))
     fate = f"step {saved[0]} is saved" if saved else "nothing is saved"
-    assert lines[1].startswith("maxbatch: error") and said in lines[1] and fate in lines[1], ended.stderr
+    assert lines[1].startswith("maxbatch: error") and said in lines[1] and fate in lines[1], (
+        ended.stderr
+    )
     train(tiny_config(*keys), jax.devices()[:1])
     assert_same_run(records(as_path(keys[-1].removeprefix("run_dir="))), expected)
 
 
-# No client tries again what is answered so, as if it had tried for as long as it does: the bound is the house's alone.
+# No client tries again what is answered so, as if it had tried for as long as it does: the bound is
+# the house's alone.
 CLIENTS_GAVE_UP = ("425",)
 
 
@@ -70,9 +75,13 @@ class Saving:
 
     def __init__(self, run_dir: str) -> None:
         config = tiny_config("base_num_decoder_layers=1")
-        self.state = init_state(config.update, abstract_state(config.update, make_mesh(config, jax.devices()[:1])))
+        self.state = init_state(
+            config.update, abstract_state(config.update, make_mesh(config, jax.devices()[:1]))
+        )
         self.run_dir = as_path(run_dir)
-        self.checkpoints = Checkpoints(self.run_dir, 3, {"data": {}, "model": model_identity(config.update)}, print)
+        self.checkpoints = Checkpoints(
+            self.run_dir, 3, {"data": {}, "model": model_identity(config.update)}, print
+        )
 
     def save(self, step: int) -> None:
         self.checkpoints.save(self.state, Position(step, 10 * step))
@@ -94,10 +103,14 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
     saving = Saving(store.bucket() + "/run")
     saving.save(3)
     monkeypatch.setattr(Patience, "seconds", 1.5)
-    monkeypatch.setattr(Patience, "current", Patience())  # what a failed save makes of it is of this test
+    # what a failed save makes of it is of this test
+    monkeypatch.setattr(Patience, "current", Patience())
     with (
         store.failing(matching=r"checkpoints/4", share=1.0, kinds=CLIENTS_GAVE_UP),
-        pytest.raises(StoreFailed, match=r"does not answer .*\(tried for \d+ s\); run the same command again later$"),
+        pytest.raises(
+            StoreFailed,
+            match=r"does not answer .*\(tried for \d+ s\); run the same command again later$",
+        ),
     ):
         saving.save(4)
         saving.checkpoints.close()
@@ -124,4 +137,6 @@ def test_a_run_that_is_asked_to_stop_while_the_store_is_down_or_hangs_ends_soon_
         lasted = time.monotonic() - started
     assert process.returncode == 1 and lasted < 60, (process.returncode, lasted, said)
     saved = committed_steps(as_path(run_dir))[0]
-    assert said.strip().splitlines()[-1].startswith("maxbatch: error") and f"step {saved}" in said, said
+    assert (
+        said.strip().splitlines()[-1].startswith("maxbatch: error") and f"step {saved}" in said
+    ), said

@@ -1,4 +1,6 @@
-"""What a run asks of a store, counted at the proxy; `python -m benchmarks requests` counts more of it."""
+"""What a run asks of a store, counted at the proxy; `python -m benchmarks requests` counts more of
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ from tests.helpers.stores import Store
 
 
 @pytest.mark.slow
-def test_an_update_reads_a_range_for_each_row_and_a_resume_few_objects(store: Store, tmp_path: Path) -> None:
+def test_an_update_reads_a_range_for_each_row_and_a_resume_few_objects(
+    store: Store, tmp_path: Path
+) -> None:
     bucket = store.bucket()
     prepare(bucket, tmp_path)
     assert reads_of_an_update(store, bucket, "true", bar=ROWS + READS_BESIDE_ROWS).passed
-    assert reads_of_an_update(store, bucket, "false", bar=ROWS / 2).passed, "rows side by side are one range"
+    assert reads_of_an_update(store, bucket, "false", bar=ROWS / 2).passed, (
+        "rows side by side are one range"
+    )
     assert objects_of_a_resume(store, bucket).value <= OBJECTS_OF_A_RESUME
 
 

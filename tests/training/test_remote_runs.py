@@ -1,4 +1,6 @@
-"""Runs in object stores: the same files and figures as on a disk, one writer, nothing lost or repeated."""
+"""Runs in object stores: the same files and figures as on a disk, one writer, nothing lost or
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ from tests.helpers.stores import LEASE_WRITES, Store, on
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, assert_same_run, tiny_config
 
 RAMPED = (
-    *TINY_RUN, "per_device_batch_size=2", "enable_rampup_batch_size=true", "per_device_batch_size_start=1",
-    "per_device_batch_size_increment=1", "global_rampup_samples=24", "checkpoint_period=3", "steps=6",
-    "learning_rate_schedule=constant", "warmup_steps_fraction=0", ONE_LAYER,
-)  # fmt: skip
+    *TINY_RUN,
+    "per_device_batch_size=2",
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1",
+    "global_rampup_samples=24",
+    "checkpoint_period=3",
+    "steps=6",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    ONE_LAYER,
+)
 
 
 def records(run_dir: AnyPath) -> list[dict]:
@@ -43,7 +53,9 @@ def names(run_dir: AnyPath) -> set[str]:
 
 
 @on("s3")
-def test_a_run_in_a_store_is_the_run_on_a_disk_and_resumes_from_the_bucket_alone(store: Store, tmp_path: Path) -> None:
+def test_a_run_in_a_store_is_the_run_on_a_disk_and_resumes_from_the_bucket_alone(
+    store: Store, tmp_path: Path
+) -> None:
     bucket = store.bucket()
     train(tiny_config(*RAMPED, f"run_dir={tmp_path}/run"))
     train(tiny_config(*RAMPED, "steps=4", f"run_dir={bucket}/run"))
@@ -114,7 +126,11 @@ def test_a_run_killed_on_two_hosts_goes_on_on_one_from_another_folder(
 ) -> None:
     gs.plan()
     run_dir, expected = as_path(gs.bucket() + "/run"), tmp_path / "expected"
-    stages = ("per_device_batch_size=4", "per_device_batch_size_increment=3", "global_rampup_samples=32")
+    stages = (
+        "per_device_batch_size=4",
+        "per_device_batch_size_increment=3",
+        "global_rampup_samples=32",
+    )
     keys = [*RAMPED, *stages, "steps=12", "checkpoint_period=3"]
     command = ["train", *keys, f"run_dir={run_dir}", "--simulate-devices", "4"]
 
@@ -150,7 +166,10 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     process.communicate()
     assert (as_path(run_dir) / ".lease").exists()
     found: list[subprocess.CompletedProcess[str]] = []
-    starts = [threading.Thread(target=lambda: found.append(maxbatch("train", *arguments))) for _ in range(2)]
+    starts = [
+        threading.Thread(target=lambda: found.append(maxbatch("train", *arguments)))
+        for _ in range(2)
+    ]
     for thread in starts:
         thread.start()
     for thread in starts:
@@ -158,29 +177,41 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     done, refused = sorted(found, key=lambda one: one.returncode)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 17))
-    # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
-    assert any("waiting up to" not in one.stderr for one in found), "the lease of a killed process is not waited for"
-    assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)
+    # The other is refused while the first trains; if it watched until the first had ended, there
+    # was nothing to do.
+    assert any("waiting up to" not in one.stderr for one in found), (
+        "the lease of a killed process is not waited for"
+    )
+    assert refused.returncode in (0, 2) and (
+        "is training in it" in refused.stderr or "is complete" in refused.stdout
+    )
     assert not (as_path(run_dir) / ".lease").exists()
 
 
 @pytest.mark.slow
 @on("s3")
-def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in_one_line(store: Store) -> None:
+def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in_one_line(
+    store: Store,
+) -> None:
     run_dir = store.bucket() + "/run"
     keys = [*RAMPED, f"run_dir={run_dir}", "steps=1000000", "checkpoint_period=4"]
-    # What takes long is behind them when they start, and both have seen no lease when the first of them writes its own.
+    # What takes long is behind them when they start, and both have seen no lease when the first of
+    # them writes its own.
     waits = (
         "import sys; from maxbatch.cli import main; from maxbatch.training import pretraining;"
         "print('ready', flush=True); sys.stdin.readline(); sys.exit(main())"
     )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", waits, "train", *keys], env=environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", waits, "train", *keys],
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     try:
         with store.failing(together=2, matching=LEASE_WRITES):
             for process in processes:
@@ -198,7 +229,9 @@ def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in
         trains.send_signal(signal.SIGTERM)
         _, errors = refused.communicate(timeout=60)
         assert refused.returncode == 2 and len(errors.splitlines()) == 1, errors
-        assert re.search(r"process \d+ on \S+ \(renewed \d+ s ago\) is training in it; wait for it", errors), errors
+        assert re.search(
+            r"process \d+ on \S+ \(renewed \d+ s ago\) is training in it; wait for it", errors
+        ), errors
         _, errors = trains.communicate(timeout=200)
         assert trains.returncode == 75, errors
     finally:
@@ -206,20 +239,34 @@ def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in
             process.kill()
             process.wait()
     steps = [record["step"] for record in records(as_path(run_dir))]
-    assert steps == list(range(1, len(steps) + 1)) and committed_steps(as_path(run_dir))[0] == len(steps)
+    assert steps == list(range(1, len(steps) + 1)) and committed_steps(as_path(run_dir))[0] == len(
+        steps
+    )
 
 
 @on("gs")
-def test_compiled_programs_and_a_tokenizer_are_taken_from_a_bucket(store: Store, tmp_path: Path) -> None:
+def test_compiled_programs_and_a_tokenizer_are_taken_from_a_bucket(
+    store: Store, tmp_path: Path
+) -> None:
     bucket = store.bucket()
-    (as_path(bucket) / "tokenizer.json").write_bytes(write_bpe(tmp_path / "tokenizer.json").read_bytes())
+    (as_path(bucket) / "tokenizer.json").write_bytes(
+        write_bpe(tmp_path / "tokenizer.json").read_bytes()
+    )
     lines = "\n".join(json.dumps({"text": f"{number} " + "word " * 40}) for number in range(40))
     (as_path(bucket) / "texts.jsonl").write_text(lines)
     keys = (
-        *TINY_RUN, "dataset_type=jsonl", f"dataset_path={bucket}/texts.jsonl", "tokenizer_type=huggingface",
-        f"tokenizer_path={bucket}/tokenizer.json", "global_batch_size=8", "per_device_batch_size=1", "steps=2",
-        "vocab_size=300", "add_bos=false", "add_eos=false",
-    )  # fmt: skip
+        *TINY_RUN,
+        "dataset_type=jsonl",
+        f"dataset_path={bucket}/texts.jsonl",
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={bucket}/tokenizer.json",
+        "global_batch_size=8",
+        "per_device_batch_size=1",
+        "steps=2",
+        "vocab_size=300",
+        "add_bos=false",
+        "add_eos=false",
+    )
     assert main(["compile", *keys, "--output", f"{bucket}/compiled"]) == 0
     assert main(["train", *keys, f"compiled_dir={bucket}/compiled", f"run_dir={bucket}/run"]) == 0
     assert [one["compiles"] for one in records(as_path(f"{bucket}/run"))] == [0, 0]

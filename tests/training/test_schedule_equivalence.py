@@ -1,4 +1,6 @@
-"""The rows of docs/batch-size.md on schedules, computed both ways: by the arithmetic there, and by our plan."""
+"""The rows of docs/batch-size.md on schedules, computed both ways: by the arithmetic there, and by
+our plan.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,14 @@ def batches_here(*overrides: str, devices: int) -> RampupBatchManager:
 
 @check("linear-scaling")
 def _() -> None:
-    assert "`learning_rate_scaling=linear`, `reference_batch_size`" in check.rows["linear-scaling"][-1]
+    assert (
+        "`learning_rate_scaling=linear`, `reference_batch_size`" in check.rows["linear-scaling"][-1]
+    )
     shape = ("steps=90", "learning_rate=0.1")
     tuned = rate_here(*shape, "global_batch_size=256")
-    scaled = rate_here(*shape, "global_batch_size=2048", "learning_rate_scaling=linear", "reference_batch_size=256")
+    scaled = rate_here(
+        *shape, "global_batch_size=2048", "learning_rate_scaling=linear", "reference_batch_size=256"
+    )
     for step in range(90):
         assert scaled.at(step * 2048) == pytest.approx(8 * tuned.at(step * 256), rel=1e-12)
 
@@ -55,7 +61,9 @@ def check_scheduler(calls: int, calls_per_update: int) -> None:
     there = optax.warmup_cosine_decay_schedule(0, 3e-3, calls // 10, calls, 3e-4)
     ours = rate_here(f"steps={calls // calls_per_update}")
     for update in range(calls // calls_per_update):
-        assert ours.at(update * 16) == pytest.approx(float(there(update * calls_per_update)), rel=2e-5)
+        assert ours.at(update * 16) == pytest.approx(
+            float(there(update * calls_per_update)), rel=2e-5
+        )
     late = calls // calls_per_update * 3 // 4
     as_if_calls_were_updates = rate_here(f"steps={calls}").at(late * 16)
     assert as_if_calls_were_updates > 2 * float(there(late * calls_per_update))
@@ -122,18 +130,27 @@ def _() -> None:
 
 @check("megatron-schedule")
 def _() -> None:
-    (said_there,), (said_here,) = (re.findall(r'"([^"]+)"', cell) for cell in check.rows["megatron-schedule"])
+    (said_there,), (said_here,) = (
+        re.findall(r'"([^"]+)"', cell) for cell in check.rows["megatron-schedule"]
+    )
     length = 4096
     there = megatron_schedule(said_there, length)
-    ours = batches_here(f"batch_size_schedule={said_here}", f"max_target_length={length}", devices=8)
+    ours = batches_here(
+        f"batch_size_schedule={said_here}", f"max_target_length={length}", devices=8
+    )
     threshold = 250 * 10**9 // length
     seen = range(threshold - 3000, threshold + 3000)
     assert {there(s) for s in seen} == {768, 1536}
-    assert [s for s in seen if ours.batch_size_at(s) != there(s)] in ([], [threshold])  # there rounded down
+    # there rounded down
+    assert [s for s in seen if ours.batch_size_at(s) != there(s)] in ([], [threshold])
 
 
-def maxtext_ramp(first: int, rise: int, increments: int, samples: int) -> tuple[list[int], list[int]]:
-    """The batches of 60 updates there and here, by the same keys, on 8 devices without accumulation."""
+def maxtext_ramp(
+    first: int, rise: int, increments: int, samples: int
+) -> tuple[list[int], list[int]]:
+    """The batches of 60 updates there and here, by the same keys, on 8 devices without
+    accumulation.
+    """
     devices = 8
     ours = batches_here(
         "enable_rampup_batch_size=true",
@@ -158,7 +175,8 @@ def _() -> None:
 def _() -> None:
     there, ours = maxtext_ramp(first=2, rise=3, increments=4, samples=1_200)
     begins, begins_here = (
-        {batch: sum(batches[: batches.index(batch)]) for batch in sorted(set(batches))} for batches in (there, ours)
+        {batch: sum(batches[: batches.index(batch)]) for batch in sorted(set(batches))}
+        for batches in (there, ours)
     )
     assert begins != begins_here and all(begins[batch] >= begins_here[batch] for batch in begins)
     schedule = " ".join(f"{sample}:{batch}" for batch, sample in begins.items())
@@ -169,8 +187,13 @@ def _() -> None:
 @check("maxtext-fraction")
 def _() -> None:
     devices, p, steps = 32, 0.25, 2
-    keys = (f"per_device_batch_size={p}", f"gradient_accumulation_steps={steps}", "ici_tensor_parallelism=4")
-    loaded, trained_on = devices * steps, int(devices * p) * steps  # MaxText's, before and after its cut
+    keys = (
+        f"per_device_batch_size={p}",
+        f"gradient_accumulation_steps={steps}",
+        "ici_tensor_parallelism=4",
+    )
+    # MaxText's, before and after its cut
+    loaded, trained_on = devices * steps, int(devices * p) * steps
     plan = BatchPlan.from_config(load_config(overrides=keys), devices)
     assert plan.global_batch_size_to_train_on == plan.global_batch_size_to_load == trained_on
     assert plan.manager.position_after(10) == 10 * trained_on == 10 * loaded * p

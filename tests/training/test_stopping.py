@@ -17,9 +17,17 @@ from maxbatch.training.signals import StopRequest
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
 RUN = (
-    *TINY_MODEL, "base_num_decoder_layers=1", "dataset_type=synthetic", "synthetic_samples=500", "eval_fraction=0.02",
-    "eval_interval=2", "checkpoint_period=2", "steps=4", "per_device_batch_size=1", "run_dir=run",
-)  # fmt: skip
+    *TINY_MODEL,
+    "base_num_decoder_layers=1",
+    "dataset_type=synthetic",
+    "synthetic_samples=500",
+    "eval_fraction=0.02",
+    "eval_interval=2",
+    "checkpoint_period=2",
+    "steps=4",
+    "per_device_batch_size=1",
+    "run_dir=run",
+)
 
 
 @pytest.mark.runs
@@ -33,7 +41,11 @@ RUN = (
     ],
 )
 def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_the_line_names(
-    moment: str, code: int, step: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    moment: str,
+    code: int,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     place, _, name = moment.rpartition(".")
     module, _, kind = place.rpartition(".")
@@ -54,11 +66,17 @@ def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_th
     assert "eval_loss" in read_metrics("run")[1]
 
 
-def test_several_hosts_count_every_question_also_over_two_runs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stop at the question after the last that any of them has asked, so no number may be passed over."""
+def test_several_hosts_count_every_question_also_over_two_runs_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They stop at the question after the last that any of them has asked, so no number may be
+    passed over.
+    """
     asked: list[int] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda number: asked.append(number))
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda number: asked.append(number)
+    )
     for _ in range(2):
         with StopRequest() as stop:
             assert not stop.before_update() and not stop.before_update()

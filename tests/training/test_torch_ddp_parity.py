@@ -33,11 +33,19 @@ def asked_of_torch(rows: dict[str, np.ndarray]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.helpers.torch_ddp"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(W), str(Path("rendezvous").resolve()), str(Path("rows.npz").resolve())],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            [
+                *command,
+                str(rank),
+                str(W),
+                str(Path("rendezvous").resolve()),
+                str(Path("rows.npz").resolve()),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(W)
-    ]  # fmt: skip
+    ]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * W
     Path("rendezvous").unlink(missing_ok=True)
@@ -46,11 +54,15 @@ def asked_of_torch(rows: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def token_weighted(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the gradient here: of the sum of token losses over the sum of weights, of the whole batch."""
+    """Returns the gradient here: of the sum of token losses over the sum of weights, of the whole
+    batch.
+    """
 
     def loss(table: jax.Array) -> jax.Array:
         tokens, weights = jnp.asarray(rows["tokens"]), jnp.asarray(rows["weights"][:, 1:])
-        losses = optax.softmax_cross_entropy_with_integer_labels(table[tokens[:, :-1]], tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            table[tokens[:, :-1]], tokens[:, 1:]
+        )
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
     return np.asarray(jax.grad(loss)(jnp.zeros((V, V))))
@@ -58,12 +70,19 @@ def token_weighted(rows: dict[str, np.ndarray]) -> np.ndarray:
 
 def test_ddp_itself_averages_over_its_ranks_as_the_page_says() -> None:
     rows = rows_of(equal=True)
-    found, expected, tokens = asked_of_torch(rows), token_weighted(rows), float(rows["weights"][:, 1:].sum())
+    found, expected, tokens = (
+        asked_of_torch(rows),
+        token_weighted(rows),
+        float(rows["weights"][:, 1:].sum()),
+    )
     gradients = {name: np.asarray(value) for name, value in found["gradients"].items()}
     np.testing.assert_allclose(gradients["mean"], expected, atol=1e-6)  # ddp-mean
-    np.testing.assert_allclose(gradients["sum"], expected * tokens / W, rtol=1e-4, atol=1e-5)  # ddp-sum
-    np.testing.assert_allclose(gradients["accumulated mean"], expected, atol=1e-6)  # accumulate-mean
-    np.testing.assert_allclose(gradients["accumulated sum of means"], expected * G, atol=1e-6)  # accumulate-sum
+    # ddp-sum
+    np.testing.assert_allclose(gradients["sum"], expected * tokens / W, rtol=1e-4, atol=1e-5)
+    # accumulate-mean
+    np.testing.assert_allclose(gradients["accumulated mean"], expected, atol=1e-6)
+    # accumulate-sum
+    np.testing.assert_allclose(gradients["accumulated sum of means"], expected * G, atol=1e-6)
     # last-batch: rows from the front even out the ranks, and are trained on twice
     assert sorted(row for rank in found["dealt"] for row in rank) == [0, 0, 1, 2, 3, 4]
 

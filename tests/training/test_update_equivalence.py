@@ -1,7 +1,9 @@
-"""The rows of docs/batch-size.md on gradients and optimizers, computed both ways: by hand as there, and by our step.
+"""The rows of docs/batch-size.md on gradients and optimizers, computed both ways: by hand as there,
+and by our step.
 
-A row's id leads to its check. Gradients there are written as loops over replicas and passes; what the page says to
-write here is read from the page, done with the real train step, and compared: equal, or different where it says so.
+A row's id leads to its check. Gradients there are written as loops over replicas and passes; what
+the page says to write here is read from the page, done with the real train step, and compared:
+equal, or different where it says so.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tests.helpers.tiny import LENGTH, some_rows, tiny_config
 
 check = Checks("The gradient", "The optimizer")
 
-W, G, B = 4, 2, 16  # replicas, passes per update, samples per update: two rows to each replica in each pass
+# replicas, passes per update, samples per update: two rows to each replica in each pass
+W, G, B = 4, 2, 16
 RATE, K = 0.1, 8
 MODEL = ("base_num_decoder_layers=1",)
 SGD = (*MODEL, "opt_type=sgd", "adam_b1=0", "adam_weight_decay=0", "gradient_clipping_threshold=0")
@@ -35,8 +38,12 @@ CLIPPED = (*SGD[:-1], f"gradient_clipping_threshold={THRESHOLD}")
 # The first step of Adam does not depend on its betas; `betas-per-update` looks at the moments.
 BETAS, EPSILON, DECAY = (0.25, 0.81), 1e-4, 0.5
 ADAM = (
-    *MODEL, f"adam_b1={BETAS[0]}", f"adam_b2={BETAS[1]}", f"adam_eps={EPSILON}", "gradient_clipping_threshold=0"
-)  # fmt: skip
+    *MODEL,
+    f"adam_b1={BETAS[0]}",
+    f"adam_b2={BETAS[1]}",
+    f"adam_eps={EPSILON}",
+    "gradient_clipping_threshold=0",
+)
 UNDECAYED, DECAYED = (*ADAM, "adam_weight_decay=0"), (*ADAM, f"adam_weight_decay={DECAY}")
 
 Rows = dict[str, np.ndarray]
@@ -57,7 +64,9 @@ def test_what_the_page_says_to_write_here_gives_the_update_there(row: str) -> No
 
 
 def flat(tree: Any) -> Vector:
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]).astype(float)
+    return np.concatenate(
+        [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+    ).astype(float)
 
 
 def apart(one: Vector, other: Vector) -> float:
@@ -78,7 +87,9 @@ def assert_no_rate_makes_them_the_same(one: Vector, other: Vector) -> None:
 
 @cache
 def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
-    """The mesh, the train step, the state's shardings and a new state, which lies on the host and can be used again."""
+    """The mesh, the train step, the state's shardings and a new state, which lies on the host and
+    can be used again.
+    """
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:W])
     abstract = abstract_state(config.update, mesh)
@@ -92,11 +103,17 @@ def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
 
 
 def update(rows: Rows, rate: float, overrides: tuple[str, ...] = SGD) -> TrainState:
-    """The state after one update of the real train step, on four devices, in passes of eight rows."""
+    """The state after one update of the real train step, on four devices, in passes of eight
+    rows.
+    """
     mesh, step, shardings, state = _program(overrides)
-    batch = Placement(batch_sharding(mesh), LENGTH).stage(rows, len(rows["tokens"]), BatchShape(B // G, G))
+    batch = Placement(batch_sharding(mesh), LENGTH).stage(
+        rows, len(rows["tokens"]), BatchShape(B // G, G)
+    )
     passes = np.int32(-(-len(rows["tokens"]) // (B // G)))
-    after, _ = step(jax.device_put(state, shardings), batch, passes, UpdateSettings(np.float32(rate)))
+    after, _ = step(
+        jax.device_put(state, shardings), batch, passes, UpdateSettings(np.float32(rate))
+    )
     return jax.device_get(after)
 
 
@@ -118,7 +135,9 @@ def start() -> Vector:
 def is_matrix() -> Vector:
     """1 for entries of matrices, 0 for those of norm scales."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters())
-    return np.concatenate([np.full(leaf.size, "scale" not in jax.tree_util.keystr(path)) for path, leaf in leaves])
+    return np.concatenate(
+        [np.full(leaf.size, "scale" not in jax.tree_util.keystr(path)) for path, leaf in leaves]
+    )
 
 
 # --- there: plain JAX on two rows at a time, and loops
@@ -130,9 +149,13 @@ def _gradient(params: Any, rows: Rows, reduction: str) -> Any:
 
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
-        logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
+        logits = (
+            decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
+        )
         weights = rows["weights"][:, 1:]
-        losses = weights * optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
+        losses = weights * optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1], rows["tokens"][:, 1:]
+        )
         if reduction == "sum":
             return losses.sum()
         if reduction == "mean":
@@ -346,7 +369,9 @@ def _() -> None:
     there = np.mean([np.mean(one_pass, axis=0) for one_pass in of_each(filled_up, "mean")], axis=0)
     check_gradient("last-batch", there, left_over)
     assert_same_change(here(filled_up, RATE), RATE * there)
-    alone = np.mean([gradient(part(left_over, slice(i, i + 2)), "mean") for i in range(0, left, 2)], axis=0)
+    alone = np.mean(
+        [gradient(part(left_over, slice(i, i + 2)), "mean") for i in range(0, left, 2)], axis=0
+    )
     assert_same_change(here(left_over, RATE), RATE * alone)
 
 
@@ -373,7 +398,8 @@ def _() -> None:
     there = first_adam_step(K * mean, EPSILON * K)
     assert_same_change(here(rows, RATE, UNDECAYED), RATE * there, tolerance=1e-2)
     assert apart(first_adam_step(mean, EPSILON * K), there) > 0.1
-    usual = 1e-12  # against which the gradients of so small a model are large, as a large model's are against 1e-8
+    # against which the gradients of so small a model are large, as a large model's are against 1e-8
+    usual = 1e-12
     assert_same_change(first_adam_step(mean, usual), first_adam_step(K * mean, usual))
 
 
@@ -427,21 +453,27 @@ def _() -> None:
 
 @check("decay-per-update")
 def _() -> None:
-    """What the decay alone takes: k updates' shrinking of the matrices there, the difference that it makes here."""
+    """What the decay alone takes: k updates' shrinking of the matrices there, the difference that
+    it makes here.
+    """
     rows, k = some_rows(B), 2
     taken = here(rows, RATE, DECAYED) - here(rows, RATE, UNDECAYED)
 
     def there(rate: float, decay: float) -> Vector:
         return start() * is_matrix() * (1 - (1 - rate * decay) ** k)
 
-    assert_same_change(taken, there(RATE, DECAY / k), tolerance=RATE * DECAY)  # decay x k at the same rate
-    assert_same_change(taken, there(RATE / k, DECAY), tolerance=RATE * DECAY)  # the same decay at rate x k
+    # decay x k at the same rate
+    assert_same_change(taken, there(RATE, DECAY / k), tolerance=RATE * DECAY)
+    # the same decay at rate x k
+    assert_same_change(taken, there(RATE / k, DECAY), tolerance=RATE * DECAY)
     assert apart(taken, there(RATE, DECAY)) > 0.4
 
 
 @check("betas-per-update")
 def _() -> None:
-    """The moments after k updates on one gradient, with the parameters where they are, and after one with beta**k."""
+    """The moments after k updates on one gradient, with the parameters where they are, and after
+    one with beta**k.
+    """
     rows, k = some_rows(B), 2
     mean = mean_gradient(rows)
     adam = next(s for s in update(rows, 0.0, UNDECAYED).opt_state if hasattr(s, "nu"))

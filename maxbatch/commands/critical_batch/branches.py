@@ -1,11 +1,10 @@
 """The branches of a measurement on disk, each an ordinary run folder.
 
 RUN/critical-batch/sqrt-4096/step-400-batch-64/     (sqrt-4096-decay with --decay)
-    config.yml, metrics.jsonl   as of every run; the first update is 401
-    checkpoints/                starts as hard links to the fork (copies in an object store); removed once it is done
-    branch.json                 the fork and the batch
-    log.txt                     the output of the training
-    outcome.json                how the branch ended
+    config.yml, metrics.jsonl   as of every run; the first update is 401 checkpoints/
+    starts as hard links to the fork (copies in an object store); removed once it is done
+    branch.json                 the fork and the batch log.txt                     the output of the
+    training outcome.json                how the branch ended
 """
 
 from __future__ import annotations
@@ -56,7 +55,9 @@ class Branches:
         return records[-1][Metric.SAMPLES_SEEN] - branch.fork.samples_seen if records else 0
 
     def finish(self, branch: Branch, status: Status, reason: str) -> None:
-        """Records the end of a branch and removes its checkpoints; without finite last losses it diverged."""
+        """Records the end of a branch and removes its checkpoints; without finite last losses it
+        diverged.
+        """
         if status == Status.DONE and self._last_chunks(branch) is None:
             status, reason = Status.DIVERGED, "its last losses are not finite"
         write_outcome(self.folder(branch), RecordedOutcome(status, reason))
@@ -71,22 +72,35 @@ class Branches:
         folder, first = self.folder(branch), branch.fork.step + 1
         records = [record for record in read_metrics(folder) if record[Metric.STEP] >= first]
         try:
-            in_order = all(record[Metric.STEP] == number for number, record in enumerate(records, first))
+            in_order = all(
+                record[Metric.STEP] == number for number, record in enumerate(records, first)
+            )
             if len(records) != branch.updates or not in_order:
                 raise ValueError(f"there are {len(records)} updates instead of {branch.updates}")
-            return last_chunks(records, branch.end - self._plan.compared, branch.end, self._plan.chunk)
+            return last_chunks(
+                records, branch.end - self._plan.compared, branch.end, self._plan.chunk
+            )
         except ValueError as error:
-            raise TrainingError(f"{folder}: {error}; remove this folder and run the command again") from None
+            raise TrainingError(
+                f"{folder}: {error}; remove this folder and run the command again"
+            ) from None
 
     def fork(self) -> None:
         """Writes the config and the checkpoint of every branch that has not begun.
 
-        All are written before the first one trains, because a run that still trains removes its old checkpoints.
+        All are written before the first one trains, because a run that still trains removes its old
+        checkpoints.
         """
         for branch in self.all:
             origin = self.folder(branch) / FORK_FILE
-            if read_json(origin, "remove its folder", dict) not in (None, dataclasses.asdict(branch)):
-                rule = f"was forked from another run of this name; remove {self._folder} to measure anew"
+            if read_json(origin, "remove its folder", dict) not in (
+                None,
+                dataclasses.asdict(branch),
+            ):
+                rule = (
+                    f"was forked from another run of this name; remove {self._folder} to measure "
+                    "anew"
+                )
                 raise ConfigError(f"{origin.parent}: {rule}")
         for branch in self.left():
             folder = self.folder(branch)
@@ -105,7 +119,9 @@ class Branches:
         except (ConfigError, TrainingError):  # an object store that refuses or does not answer
             raise
         except OSError as error:
-            raise ConfigError(f"{source}: cannot be forked ({error}); name others with --checkpoints") from None
+            raise ConfigError(
+                f"{source}: cannot be forked ({error}); name others with --checkpoints"
+            ) from None
 
     def overrides(self, branch: Branch) -> list[str]:
         """Returns the keys in which the config of a branch differs from the run's."""
@@ -136,7 +152,9 @@ class Branches:
         ]
 
     def _schedule(self, branch: Branch) -> list[str]:
-        """Returns the keys of a rate that is constant, or falls to 0 from the fork to the end of the branch."""
+        """Returns the keys of a rate that is constant, or falls to 0 from the fork to the end of
+        the branch.
+        """
         if not self._plan.decays:
             return ["learning_rate_schedule=constant"]
         share = f"wsd_decay_steps_fraction={branch.samples / branch.end!r}"
@@ -146,7 +164,9 @@ class Branches:
 class BranchRuns:
     """The branches of a plan for the supervisor; each is trained with `train_flags`."""
 
-    def __init__(self, branches: Branches, train_flags: Sequence[str], progress: BranchProgress) -> None:
+    def __init__(
+        self, branches: Branches, train_flags: Sequence[str], progress: BranchProgress
+    ) -> None:
         self._branches, self._flags, self._progress = branches, train_flags, progress
         self._left = branches.left()
         self._num_bytes = -1  # of the metrics that were shown last
@@ -176,7 +196,9 @@ class BranchRuns:
         elif end.status is None:  # only this branch was stopped
             self._left = []
         elif end.exit_code < 0:
-            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command continues")
+            raise TrainingError(
+                f"{run.run_dir}: its process was {end.reason}; the same command continues"
+            )
         elif end.status == Status.FAILED:
             error = ConfigError if end.exit_code == EXIT_INPUT else TrainingError
             raise error(f"{run.run_dir}: {end.reason}")
@@ -191,15 +213,22 @@ class BranchProgress(LinesAboveBar):
     def __init__(self, console: Console, branches: Branches) -> None:
         self._branches = branches
         self._current: Branch | None = None
-        super().__init__(console, sum(branch.samples for branch in branches.all), self._samples_done())
+        super().__init__(
+            console, sum(branch.samples for branch in branches.all), self._samples_done()
+        )
 
     def _samples_done(self) -> int:
-        return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
+        return sum(
+            branch.samples for branch in self._branches.all if self._branches.is_done(branch)
+        )
 
     def train(self, branch: Branch, samples: int) -> None:
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
-        name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
+        name = (
+            f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch "
+            f"{branch.batch_size:,}"
+        )
         if self._bar.disable and branch != self._current:
             self.say(name + (f", from sample {samples:,} on" if samples else ""))
         self.show(self._samples_done() + samples, name)

@@ -34,29 +34,47 @@ TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
-        "--checkpoints", metavar="STEP,...", help="steps of the checkpoints to fork at (default: up to 4)",
+        "run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="STEP,...",
+        help="steps of the checkpoints to fork at (default: up to 4)",
         type=read_by(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--factors", metavar="F,...", help="multiples of the run's batch there (default: 1/2,1,2,4,8)",
+        "--factors",
+        metavar="F,...",
+        help="multiples of the run's batch there (default: 1/2,1,2,4,8)",
         type=read_by(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--samples", metavar="N", help="samples of every branch (default: 32 updates of the largest batch)",
-        type=read_by(Scalar("", "quantity", Bounds(1)).read, f"a number of samples ({SUFFIXES})", "4K"),
-    )  # fmt: skip
+        "--samples",
+        metavar="N",
+        help="samples of every branch (default: 32 updates of the largest batch)",
+        type=read_by(
+            Scalar("", "quantity", Bounds(1)).read, f"a number of samples ({SUFFIXES})", "4K"
+        ),
+    )
     parser.add_argument(
-        "--scaling", choices=KEYS["learning_rate_scaling"].choices, default="sqrt",
+        "--scaling",
+        choices=KEYS["learning_rate_scaling"].choices,
+        default="sqrt",
         help="how the learning rate scales with the batch (default: sqrt, for Adam)",
-    )  # fmt: skip
-    parser.add_argument("--decay", action="store_true", help="let the rate of every branch fall to 0, as a run's does")
+    )
     parser.add_argument(
-        "--tolerance", metavar="NATS", default=TOLERANCE,
+        "--decay",
+        action="store_true",
+        help="let the rate of every branch fall to 0, as a run's does",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="NATS",
+        default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
         type=real(Bounds(0), "from 0 on", TOLERANCE),
-    )  # fmt: skip
+    )
     add_svg(parser)
     add_simulated_devices(parser, "train every branch on N CPU devices")
 
@@ -72,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     folder = (measured.path / CRITICAL_BATCH_FILE).parent
     console = TrainingConsole()
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
-    with Stopping("once the branch that runs has saved") as stop, locked(folder, "measures") as lock:
+    with (
+        Stopping("once the branch that runs has saved") as stop,
+        locked(folder, "measures") as lock,
+    ):
         plan = _plan(measured, args, folder)
         branches = Branches(measured, plan, folder)
         _introduce(plan, branches, console)
@@ -81,24 +102,35 @@ def run(args: argparse.Namespace) -> int:
             runs = BranchRuns(branches, flags, progress)
             Supervisor(runs, functools.partial(TrainingProcess, lock), 1, progress.say).train(stop)
         if left := branches.left():
-            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command continues.")
+            console.print(
+                f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command "
+                "continues."
+            )
             return EXIT_STOPPED
         _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console, args.svg)
     return 0
 
 
 def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> MeasurementPlan:
-    """Returns the plan of these flags as of their first use, even if the run has continued since."""
+    """Returns the plan of these flags as of their first use, even if the run has continued
+    since.
+    """
     path = folder / "plans.json"
     plans: dict[str, dict[str, object]] = read_json(path, "remove it", dict) or {}
-    stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
-    texts = {name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()}
+    stated = {
+        name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")
+    }
+    texts = {
+        name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()
+    }
     if args.decay:
         texts["decay"] = "yes"
     key = " ".join(f"--{name} {text}" for name, text in texts.items() if text is not None)
     plan = MeasurementPlan.from_json(plans[key]) if key in plans else None
     if plan is None or not check_plan(measured, plan):
-        plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling, args.decay)
+        plan = make_plan(
+            measured, args.checkpoints, args.factors, args.samples, args.scaling, args.decay
+        )
         write_json(path, plans | {key: plan.to_json()})
     return plan
 
@@ -106,12 +138,16 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> M
 def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> None:
     forks = ", ".join(f"{fork.step:,}" for fork in plan.forks)
     total, rate = len(branches.all) * plan.samples, "falling to 0" if plan.decays else "constant"
-    scaled = {"none": "", "linear": " x batch factor", "sqrt": " x square root of the batch factor"}[plan.scaling]
+    scaled = {
+        "none": "",
+        "linear": " x batch factor",
+        "sqrt": " x square root of the batch factor",
+    }[plan.scaling]
     console.print(
-        f"{len(branches.all)} branches ({len(branches.left())} to train): checkpoints {forks} x batch factors "
-        f"{joined(plan.factors)}, {plan.samples:,} samples each, {total:,} in all\n"
-        f"learning rate of a branch: the checkpoint's{scaled}, {rate}; its loss: the mean over its last "
-        f"{plan.compared:,} samples"
+        f"{len(branches.all)} branches ({len(branches.left())} to train): checkpoints {forks} x "
+        f"batch factors {joined(plan.factors)}, {plan.samples:,} samples each, {total:,} in "
+        f"all\nlearning rate of a branch: the checkpoint's{scaled}, {rate}; its loss: the mean "
+        f"over its last {plan.compared:,} samples"
     )
 
 
@@ -132,20 +168,32 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console, svg: str | 
         console.print(page.write_svg(as_typed(svg)))
     console.print(f"everything: {path}")
     if len(stages) == 1:
-        console.print(f"no larger batch than {stages[0][1]:,} is within the tolerance at every later checkpoint")
+        console.print(
+            f"no larger batch than {stages[0][1]:,} is within the tolerance at every later "
+            "checkpoint"
+        )
     if all(result.critical.is_at_least for result in found.forks):
         further = joined((*plan.factors, 2 * plan.factors[-1]))
-        console.print(f"the largest batch tried is within the tolerance everywhere; to go further: --factors {further}")
+        console.print(
+            "the largest batch tried is within the tolerance everywhere; to go further: "
+            f"--factors {further}"
+        )
     if len(plan.forks) == 1:
-        console.print("one checkpoint does not show how the critical batch size changes; train with "
-                      "max_num_checkpoints_to_keep=null")  # fmt: skip
+        console.print(
+            "one checkpoint does not show how the critical batch size changes; train with "
+            "max_num_checkpoints_to_keep=null"
+        )
     console.print(folded_command(f"next: {found.command}", 6, terminal_width()))
 
 
 def _num_devices() -> int:
-    """Returns the number of devices of a branch, counted in another process so that they stay free."""
+    """Returns the number of devices of a branch, counted in another process so that they stay
+    free.
+    """
     found = subprocess.run(
-        [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
+        [sys.executable, "-c", "import jax; print(jax.device_count())"],
+        capture_output=True,
+        text=True,
     )
     if found.returncode:
         reason = (found.stderr.strip().splitlines() or ["JAX does not start"])[-1]
@@ -154,7 +202,9 @@ def _num_devices() -> int:
 
 
 def _numbers(text: str, kind: str) -> tuple[Any, ...]:
-    """Returns different numbers greater than 0, sorted; raises ConfigError or ValueError for any other text."""
+    """Returns different numbers greater than 0, sorted; raises ConfigError or ValueError for any
+    other text.
+    """
     values = {Scalar("", kind, Bounds(above=0)).read(word) for word in text.split(",")}
     if len(values) != text.count(",") + 1:
         raise ValueError("a number is stated twice")

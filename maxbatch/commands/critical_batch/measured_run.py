@@ -24,7 +24,8 @@ class Fork:
     samples_seen: int
     batch_size: int  # samples of the run's next update there
     learning_rate: float  # of that update
-    checksum: int  # of the checkpoint's arrays; tells it from the checkpoint of another run in the same folder
+    # of the checkpoint's arrays; tells it from the checkpoint of another run in the same folder
+    checksum: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,8 @@ class MeasuredRun:
         refuse_own_parts(config.own_parts)
         if config.recipe.is_sampled:
             raise ConfigError(
-                f"{path}: a run of maxbatch rl, whose batch counts prompts; only runs of maxbatch train are measured"
+                f"{path}: a run of maxbatch rl, whose batch counts prompts; only runs of maxbatch "
+                "train are measured"
             )
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")
@@ -62,7 +64,9 @@ class MeasuredRun:
     def total_samples(self) -> int | None:
         """Samples of the whole run; None if its length is stated in epochs."""
         state = {"step": self.records[-1][Metric.STEP], "samples_seen": self.samples_seen}
-        return RampupBatchManager.from_state(self.config.plan, state, self.num_devices).total_samples
+        return RampupBatchManager.from_state(
+            self.config.plan, state, self.num_devices
+        ).total_samples
 
     @property
     def first_batch_size(self) -> int:
@@ -78,25 +82,51 @@ class MeasuredRun:
 
     def scale(self, batch_size: int, scaling: str) -> float:
         """Returns the factor on the learning rate that a rule gives a batch."""
-        stated = (f"global_batch_size={batch_size}", f"learning_rate_scaling={scaling}",
-                  f"reference_batch_size={self.reference_batch_size}", f"train_samples={batch_size}")  # fmt: skip
+        stated = (
+            f"global_batch_size={batch_size}",
+            f"learning_rate_scaling={scaling}",
+            f"reference_batch_size={self.reference_batch_size}",
+            f"train_samples={batch_size}",
+        )
         config = load_config(str(self.path / "config.yml"), stated)
-        return RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
+        return (
+            RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
+        )
 
     def fork_at(self, step: int) -> Fork:
-        """Returns the fork at a checkpoint, with batch and rate of the next update, or of the last one."""
-        index = next((i for i, record in enumerate(self.records) if record[Metric.STEP] == step), None)
+        """Returns the fork at a checkpoint, with batch and rate of the next update, or of the last
+        one.
+        """
+        index = next(
+            (i for i, record in enumerate(self.records) if record[Metric.STEP] == step), None
+        )
         if index is None:
-            raise ConfigError(f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of it")
+            raise ConfigError(
+                f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of "
+                "it"
+            )
         at = self.records[min(index + 1, len(self.records) - 1)]
-        near = self.records[max(0, index - 1) : index + 2]  # a run's last update may be a partial one
-        batches = [record[Metric.GLOBAL_BATCH_SIZE] for record in near if record[Metric.STAGE] == at[Metric.STAGE]]
+        # a run's last update may be a partial one
+        near = self.records[max(0, index - 1) : index + 2]
+        batches = [
+            record[Metric.GLOBAL_BATCH_SIZE]
+            for record in near
+            if record[Metric.STAGE] == at[Metric.STAGE]
+        ]
         saved = self.checkpoints[step]
-        return Fork(step, saved.position.samples_seen, max(batches), at[Metric.LEARNING_RATE], saved.checksum)
+        return Fork(
+            step,
+            saved.position.samples_seen,
+            max(batches),
+            at[Metric.LEARNING_RATE],
+            saved.checksum,
+        )
 
 
 def _read_checkpoint(path: AnyPath, step: int) -> CheckpointRecord | None:
-    """Returns the record of a checkpoint; None if the run, which still trains, has just removed it."""
+    """Returns the record of a checkpoint; None if the run, which still trains, has just
+    removed it.
+    """
     folder = path / "checkpoints" / str(step)
     try:
         return read_record(folder)

@@ -1,4 +1,5 @@
-"""The plan of a measurement: checkpoints, batches, and the length of a branch. Refuses uninformative plans.
+"""The plan of a measurement: checkpoints, batches, and the length of a branch. Refuses
+uninformative plans.
 
 A fork is a checkpoint that branches start from; a branch is a run from there with another batch.
 """
@@ -57,7 +58,9 @@ class MeasurementPlan:
 
     @property
     def compared(self) -> int:
-        """Samples at the end of a branch over which its loss is averaged: a quarter, in whole chunks."""
+        """Samples at the end of a branch over which its loss is averaged: a quarter, in whole
+        chunks.
+        """
         return -(-(self.samples // self.chunk) // _COMPARED) * self.chunk
 
     def branches(self, fork: Fork) -> list[Branch]:
@@ -71,7 +74,14 @@ class MeasurementPlan:
     def from_json(cls, record: Mapping[str, Any]) -> MeasurementPlan:
         forks = tuple(Fork(**fork) for fork in record["forks"])
         factors = tuple(Fraction(text) for text in record["factors"])
-        return cls(forks, factors, record["scaling"], record["samples"], record["chunk"], record.get("decays", False))
+        return cls(
+            forks,
+            factors,
+            record["scaling"],
+            record["samples"],
+            record["chunk"],
+            record.get("decays", False),
+        )
 
 
 def make_plan(
@@ -87,16 +97,18 @@ def make_plan(
     Args:
       run: the run.
       steps: checkpoints; None: up to `MOST_FORKS`, evenly over the logarithm of the position.
-      factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices allow them.
-      samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest batch.
+      factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices
+        allow them.
+      samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest
+        batch.
       scaling: how the learning rate follows the batch.
       decays: whether the rate of a branch falls to 0 at its end; else it is constant.
     """
     own = run.config.learning_rate_scaling
     if len(stated_stages(run.config.plan, run.num_devices)) > 1 and own != scaling:
         raise ConfigError(
-            f"--scaling {scaling}: must be {own}, the learning_rate_scaling of {run.path}, whose batch changes: a "
-            f"config states one rule for all of its rates; works: --scaling {own}"
+            f"--scaling {scaling}: must be {own}, the learning_rate_scaling of {run.path}, whose "
+            f"batch changes: a config states one rule for all of its rates; works: --scaling {own}"
         )
     forks = _forks(run, steps)
     chosen = _held(run, forks, factors)
@@ -110,19 +122,23 @@ def make_plan(
         return plan
     works = _working(forks, chosen, samples, half)
     if fault == "few":
-        rule = f"a branch must be at least {LEAST_UPDATES} updates of its largest batch, {largest:,}"
+        rule = (
+            f"a branch must be at least {LEAST_UPDATES} updates of its largest batch, {largest:,}"
+        )
         raise ConfigError(f"--samples {samples}: {rule}; {works}")
     raise ConfigError(
-        f"{run.path}: too short to tell: a branch is {plan.samples:,} samples ({plan.samples // largest} updates of "
-        f"its largest batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; "
-        f"{works}"
+        f"{run.path}: too short to tell: a branch is {plan.samples:,} samples "
+        f"({plan.samples // largest} updates of its largest batch, {largest:,}), more than half "
+        f"of the {run.samples_seen:,} that the run was trained on; {works}"
     )
 
 
 def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
     """Returns whether an earlier plan matches the current run, on devices that hold its batches."""
     _held(run, plan.forks, plan.factors)
-    return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
+    return all(
+        run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints
+    )
 
 
 def _chunk(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
@@ -138,7 +154,9 @@ def _in_chunks(samples: int, chunk: int) -> int:
 
 
 def _rounded(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None) -> int:
-    """Returns the samples of a branch, in whole updates of every batch; not stated: 32 updates of the largest."""
+    """Returns the samples of a branch, in whole updates of every batch; not stated: 32 updates of
+    the largest.
+    """
     return _in_chunks(samples or DEFAULT_UPDATES * _largest(forks, factors), _chunk(forks, factors))
 
 
@@ -146,14 +164,22 @@ def _least(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
     return _in_chunks(LEAST_UPDATES * _largest(forks, factors), _chunk(forks, factors))
 
 
-def _fault(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int) -> str:
-    """Returns "few" or "many" for branches of too few samples or of more than `most`, "" for others."""
+def _fault(
+    forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int
+) -> str:
+    """Returns "few" or "many" for branches of too few samples or of more than `most`, "" for
+    others.
+    """
     rounded = _rounded(forks, factors, samples)
     return "few" if rounded < _least(forks, factors) else "many" if rounded > most else ""
 
 
-def _working(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int) -> str:
-    """Returns the advice for a fault: all flags that have to change, or a longer run if no flags help."""
+def _working(
+    forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int
+) -> str:
+    """Returns the advice for a fault: all flags that have to change, or a longer run if no flags
+    help.
+    """
     least = _least(forks, factors)
     if _fault(forks, factors, samples, most) == "few" and least <= most:
         return f"works: --samples {least}"
@@ -170,13 +196,16 @@ def _working(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | 
 
 def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
     if not run.checkpoints:
-        raise ConfigError(f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true")
+        raise ConfigError(
+            f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true"
+        )
     for step in steps or ():
         if step not in run.checkpoints:
             nearest = min(run.checkpoints, key=lambda there: abs(there - step))
             raise ConfigError(
-                f"--checkpoints {step}: {run.path} has checkpoints {', '.join(map(str, run.checkpoints))} "
-                f"(max_num_checkpoints_to_keep=null keeps them all); works: --checkpoints {nearest}"
+                f"--checkpoints {step}: {run.path} has checkpoints "
+                f"{', '.join(map(str, run.checkpoints))} (max_num_checkpoints_to_keep=null keeps "
+                f"them all); works: --checkpoints {nearest}"
             )
     forks = tuple(run.fork_at(step) for step in (steps or _spread(run)))
     for fork in forks:
@@ -184,7 +213,8 @@ def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
             others = [step for step in run.checkpoints if run.fork_at(step).learning_rate > 0]
             works = f"; works: --checkpoints {others[-1]}" if others else ""
             raise ConfigError(
-                f"--checkpoints {fork.step}: the learning rate there is 0, so no branch would move{works}"
+                f"--checkpoints {fork.step}: the learning rate there is 0, so no branch would "
+                f"move{works}"
             )
     return forks
 
@@ -192,12 +222,15 @@ def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
 def _spread(run: MeasuredRun) -> list[int]:
     """Returns up to MOST_FORKS steps, evenly over the logarithm of their position.
 
-    Steps within the warmup of the learning rate and the last step of the run are left out if there are others.
+    Steps within the warmup of the learning rate and the last step of the run are left out if there
+    are others.
     """
     total = run.total_samples
     warmup = 0 if total is None else warm_up_end(run.config.rates, total)
     everywhere = {step: saved.position.samples_seen for step, saved in run.checkpoints.items()}
-    within = {s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)}
+    within = {
+        s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)
+    }
     places = within or everywhere
     first, last = min(places.values()), max(places.values())
     chosen: list[int] = []
@@ -208,8 +241,12 @@ def _spread(run: MeasuredRun) -> list[int]:
     return sorted(chosen)
 
 
-def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None) -> tuple[Fraction, ...]:
-    """Returns the factors whose batches are whole and divide over the devices; refuses stated ones that do not."""
+def _held(
+    run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None
+) -> tuple[Fraction, ...]:
+    """Returns the factors whose batches are whole and divide over the devices; refuses stated ones
+    that do not.
+    """
     config = run.config.plan
     unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, run.num_devices))
 
@@ -225,7 +262,9 @@ def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | 
     faults = {factor: fault(factor) for factor in sorted(stated or DEFAULT_FACTORS)}
     fitting = tuple(factor for factor, reason in faults.items() if reason is None)
     if own := faults[Fraction(1)]:
-        raise ConfigError(f"--factors 1: {own}; works: --simulate-devices 1, or the devices of the run")
+        raise ConfigError(
+            f"--factors 1: {own}; works: --simulate-devices 1, or the devices of the run"
+        )
     for factor, reason in faults.items():
         if stated is not None and reason is not None:
             works = fitting if len(fitting) > 1 else (1, 2)

@@ -1,4 +1,6 @@
-"""The results of a measurement: the table, the JSON, and the command that trains with the schedule."""
+"""The results of a measurement: the table, the JSON, and the command that trains with the
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class BranchResult(NamedTuple):
         return f"{self.difference:+.4f}{error}"
 
     def within(self, tolerance: float) -> str:
-        """Returns whether the branch is within the tolerance, with a question mark if noise exceeds the gap."""
+        """Returns whether the branch is within the tolerance, with a question mark if noise exceeds
+        the gap.
+        """
         if self.difference is None:
             return "no" if self.loss is None else "yes"
         is_doubtful = abs(self.difference - tolerance) < (self.standard_error or 0)
@@ -87,7 +91,9 @@ class Measurement:
 
     @functools.cached_property
     def forks(self) -> list[ForkResult]:
-        """Returns the results of every checkpoint; raises TrainingError if every branch of one diverged."""
+        """Returns the results of every checkpoint; raises TrainingError if every branch of one
+        diverged.
+        """
         return [self._fork_result(fork) for fork in self.plan.forks]
 
     def _fork_result(self, fork: Fork) -> ForkResult:
@@ -96,7 +102,8 @@ class Measurement:
         losses = {batch: None if ends is None else smoothed(ends) for batch, ends in chunks.items()}
         if all(loss is None for loss in losses.values()):
             raise TrainingError(
-                f"every branch of step {fork.step} diverged; measure at other --checkpoints, or lower learning_rate"
+                f"every branch of step {fork.step} diverged; measure at other --checkpoints, or "
+                "lower learning_rate"
             )
         base, base_scale = chunks[fork.batch_size], self.run.scale(fork.batch_size, scaling)
         results = []
@@ -107,12 +114,16 @@ class Measurement:
             if ends is not None and base is not None:
                 difference, error = smoothed(ends) - smoothed(base), standard_error(ends, base)
             folder = str(self.branches.folder(branch))
-            results.append(BranchResult(batch, rate, branch.updates, losses[batch], difference, error, folder))
+            results.append(
+                BranchResult(batch, rate, branch.updates, losses[batch], difference, error, folder)
+            )
         return ForkResult(fork, results, critical_batch(losses, fork.batch_size, self.tolerance))
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """The resulting schedule, as (samples, batch); starts below the run's own batch if that was too large."""
+        """The resulting schedule, as (samples, batch); starts below the run's own batch if that was
+        too large.
+        """
         points = [(result.fork.samples_seen, result.critical.batch_size) for result in self.forks]
         return schedule(points, min(self.run.first_batch_size, *(batch for _, batch in points)))
 
@@ -120,14 +131,19 @@ class Measurement:
     def command(self) -> str:
         """The command that trains a new run by the schedule, on the same number of samples.
 
-        The rate of the first batch is the run's own, and the same rule scales that of every other batch.
+        The rate of the first batch is the run's own, and the same rule scales that of every other
+        batch.
         """
         run, config, scaling = self.run, self.run.config, self.plan.scaling
         words = [
-            "maxbatch", "train", str(run.path / "config.yml"), f"run_dir={run.path}-batch-warmup",
-            f"batch_size_schedule={schedule_text(self.stages)}", f"learning_rate_scaling={scaling}",
+            "maxbatch",
+            "train",
+            str(run.path / "config.yml"),
+            f"run_dir={run.path}-batch-warmup",
+            f"batch_size_schedule={schedule_text(self.stages)}",
+            f"learning_rate_scaling={scaling}",
             f"reference_batch_size={run.reference_batch_size}",
-        ]  # fmt: skip
+        ]
         if config.learning_rate_scaling != scaling:
             first = run.first_batch_size
             rate = config.learning_rate * run.scale(first, config.learning_rate_scaling)
@@ -167,7 +183,11 @@ class Measurement:
                     f"{branch.learning_rate:.2e}",
                     f"{branch.updates:,}",
                     "diverged" if branch.loss is None else f"{branch.loss:.4f}",
-                    *(("base", "") if is_base else (branch.against_base(), branch.within(self.tolerance))),
+                    *(
+                        ("base", "")
+                        if is_base
+                        else (branch.against_base(), branch.within(self.tolerance))
+                    ),
                     style="bold" if is_critical else None,
                 )
                 place = ["", ""]

@@ -22,7 +22,8 @@ from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target
 
-# From least to most rematerialisation; if the global batch is stated, all and the config's own are tried.
+# From least to most rematerialisation; if the global batch is stated, all and the config's own are
+# tried.
 POLICIES = ("none", "minimal", "full")
 _MOST_ROWS = 1 << 16  # of a micro-batch and data shard that the search tries
 
@@ -31,9 +32,10 @@ _MOST_ROWS = 1 << 16  # of a micro-batch and data shard that the search tries
 class Sizes:
     """The micro-batches that a config may have.
 
-    `per_device_batch_size` grows by one sample per device. It grows by less if the batch has fewer shards than there
-    are devices (tensor, context and pipeline axes share their rows), and by the ramp's increment in a ramp. If the
-    global batch is stated, only the micro-batches that divide it count.
+    `per_device_batch_size` grows by one sample per device. It grows by less if the batch has fewer
+    shards than there are devices (tensor, context and pipeline axes share their rows), and by the
+    ramp's increment in a ramp. If the global batch is stated, only the micro-batches that divide it
+    count.
     """
 
     num_devices: int
@@ -52,10 +54,11 @@ class Sizes:
         if not sizes.rows:
             unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows
             raise ConfigError(
-                f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch on "
-                f"{plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps more), and fit tries at "
-                f"most {_MOST_ROWS * plan.mesh.sizes['data']:,}; works: a larger data axis "
-                "(ici_data_parallelism), or a smaller unit (num_pipeline_microbatches, per_device_batch_size_start)"
+                f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch "
+                f"on {plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps "
+                f"more), and fit tries at most {_MOST_ROWS * plan.mesh.sizes['data']:,}; works: a "
+                "larger data axis (ici_data_parallelism), or a smaller unit "
+                "(num_pipeline_microbatches, per_device_batch_size_start)"
             )
         return sizes
 
@@ -73,15 +76,22 @@ class Sizes:
             return cls(n, multiples, None, accumulation)
         batch = plan.global_batch_size_to_train_on
 
-        def fewest(rows: int) -> int:  # rows that hold the batch in as many passes as the plan takes
+        # rows that hold the batch in as many passes as the plan takes
+        def fewest(rows: int) -> int:
             return -(-batch // (-(-batch // rows) * unit)) * unit
 
-        fits = [rows for rows in multiples if (rows == fewest(rows) if config.batch_padding else batch % rows == 0)]
+        fits = [
+            rows
+            for rows in multiples
+            if (rows == fewest(rows) if config.batch_padding else batch % rows == 0)
+        ]
         return cls(n, fits, batch, accumulation)
 
     def shape(self, rows: int) -> BatchShape:
         """Returns the shape of the batch whose micro-batches have that many rows."""
-        return BatchShape(rows, -(-self.global_batch // rows) if self.global_batch else self.accumulation)
+        return BatchShape(
+            rows, -(-self.global_batch // rows) if self.global_batch else self.accumulation
+        )
 
     def per_device(self, rows: int) -> int | float | Fraction:
         """Returns the `per_device_batch_size` of a micro-batch."""
@@ -128,8 +138,14 @@ class Choice:
 
         Without a clock the largest micro-batch comes first, then the least rematerialisation.
         """
-        order = POLICIES.index(self.remat_policy) if self.remat_policy in POLICIES else len(POLICIES)
-        return (self.modelled.modelled_step_s or 0.0) / self.global_batch, -self.shape.micro_batch, order
+        order = (
+            POLICIES.index(self.remat_policy) if self.remat_policy in POLICIES else len(POLICIES)
+        )
+        return (
+            (self.modelled.modelled_step_s or 0.0) / self.global_batch,
+            -self.shape.micro_batch,
+            order,
+        )
 
     def keys(self, wanted: Wanted) -> dict[str, Value]:
         """Returns the config keys that the choice changes."""
@@ -153,7 +169,9 @@ class Choice:
             **mesh_keys(self.mesh),
             "hbm_bytes_needed": self.verdict.needed_bytes,
             "hbm_bytes_available": self.verdict.available_bytes,
-            "memory": {f"{kind}_bytes": size for kind, size in dataclasses.asdict(self.parts).items()},
+            "memory": {
+                f"{kind}_bytes": size for kind, size in dataclasses.asdict(self.parts).items()
+            },
             **modelled,
         }
 
@@ -168,12 +186,16 @@ def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
     def ask(rows: Sequence[int]) -> list[Verdict]:
         return oracle.ask(*map(sizes.shape, rows))
 
-    size = largest_fitting(sizes.rows, target.memory_bytes or 0, oracle.estimate(), ask, at_once, is_tpu)
+    size = largest_fitting(
+        sizes.rows, target.memory_bytes or 0, oracle.estimate(), ask, at_once, is_tpu
+    )
     return _chosen(oracle, sizes, size) if size else None
 
 
 def choose_smaller(oracle: CompilerOracle, sizes: Sizes, than: Choice) -> Choice | None:
-    """Returns the next way to cut the batch below a choice: the largest micro-batch of at most half its rows."""
+    """Returns the next way to cut the batch below a choice: the largest micro-batch of at most half
+    its rows.
+    """
     size = bisect.bisect_right(sizes.rows, than.shape.micro_batch // 2)
     if not size:
         return None
@@ -181,8 +203,12 @@ def choose_smaller(oracle: CompilerOracle, sizes: Sizes, than: Choice) -> Choice
     return _chosen(oracle, sizes, size, than.verdict) if verdict.fits else None
 
 
-def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict | None = None) -> Choice:
-    """Returns the choice of a size that fits; compiles the next larger size if its verdict is unknown."""
+def _chosen(
+    oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict | None = None
+) -> Choice:
+    """Returns the choice of a size that fits; compiles the next larger size if its verdict is
+    unknown.
+    """
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     slots = shape.micro_batch * shape.max_micro_batches

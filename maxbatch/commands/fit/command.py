@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from maxbatch.commands.arguments import config_arguments, count, local_path
-from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
+from maxbatch.commands.targets import (
+    add_target_arguments,
+    config_and_target,
+    plan_on,
+    smaller_targets,
+)
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config, resolve
 from maxbatch.config.values import Value, shown_path, value_text
@@ -34,26 +39,34 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
-    mesh = "auto: also choose the data, fsdp and tensor axes that the config does not state (default: stated)"
+    mesh = (
+        "auto: also choose the data, fsdp and tensor axes that the config does not state "
+        "(default: stated)"
+    )
     parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)
     survive = "also find what every machine down to K slices fewer needs for the same batch"
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
-    parser.add_argument("--write", type=local_path, metavar="FILE", help="write the choice into this config file")
+    parser.add_argument(
+        "--write", type=local_path, metavar="FILE", help="write the choice into this config file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the largest batch that fits and prints it; raises TrainingError if not even the smallest does.
+    """Finds the largest batch that fits and prints it; raises TrainingError if not even the
+    smallest does.
 
-    The first Ctrl-C ends the process at once: compilations that are under way cannot be interrupted, and waiting for
-    them would take minutes.
+    The first Ctrl-C ends the process at once: compilations that are under way cannot be
+    interrupted, and waiting for them would take minutes.
     """
     config, target = config_and_target(args)
     smaller = smaller_targets(args, target)
     if args.write:
         _check_writable(Path(args.write))
         if smaller:
-            raise ConfigError(f"--write {shown_path(args.write)}: must not be given beside --survive, whose machines "
-                              "may need different keys; works: --write without --survive")  # fmt: skip
+            raise ConfigError(
+                f"--write {shown_path(args.write)}: must not be given beside --survive, whose "
+                "machines may need different keys; works: --write without --survive"
+            )
     from maxbatch.commands.fit.surviving import FittedMachine, render_fitted
     from maxbatch.commands.fit.view import record, show
 
@@ -101,7 +114,9 @@ class _Search(NamedTuple):
     skipped: list[str]  # ways without time
 
 
-def _search(config: Config, target: Target, args: argparse.Namespace, say: Callable[[str], None]) -> _Search:
+def _search(
+    config: Config, target: Target, args: argparse.Namespace, say: Callable[[str], None]
+) -> _Search:
     """Finds the choices that fit devices.
 
     Raises:
@@ -144,7 +159,11 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     meshes: list[dict[str, Value]] = []
     if wanted.any_mesh:
         meshes = list(proposals(config, stated, len(target.devices), num_slices(target.devices)))
-    policies = dict.fromkeys((*POLICIES, config.remat_policy)) if wanted.states_batch else (config.remat_policy,)
+    policies = (
+        dict.fromkeys((*POLICIES, config.remat_policy))
+        if wanted.states_batch
+        else (config.remat_policy,)
+    )
     ways, refused = [], list[ConfigError]()
     for axes in meshes or [{}]:
         one = config.replaced(axes)
@@ -157,7 +176,11 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
         name = mesh_text(plan.mesh, config) if wanted.any_mesh else ""
         for policy in policies:
             ways.append(
-                Way(CompilerOracle(one.replaced({"remat_policy": policy}), target, plan.mesh, say), sizes, name)
+                Way(
+                    CompilerOracle(one.replaced({"remat_policy": policy}), target, plan.mesh, say),
+                    sizes,
+                    name,
+                )
             )
     if not ways:
         raise refused[0]
@@ -187,13 +210,15 @@ def _too_large(ways: Sequence[Way], target: Target) -> str:
     smallest = last.sizes.per_device(last.sizes.rows[0])
     more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
     return (
-        f"not even per_device_batch_size={smallest} fits {target.name}: {_least(ways).wants}; try {more}"
-        "a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
+        f"not even per_device_batch_size={smallest} fits {target.name}: {_least(ways).wants}; try "
+        f"{more}a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
     )
 
 
 def _check_writable(path: Path) -> None:
-    """Raises ConfigError if the choice could not be written to a file, before anything is compiled."""
+    """Raises ConfigError if the choice could not be written to a file, before anything is
+    compiled.
+    """
     changed = path if path.exists() else path.parent
     if changed == path:
         compose(path)

@@ -1,4 +1,6 @@
-"""The compiler as an oracle: does an update fit? Its verdicts are kept on disk, so each program is compiled once."""
+"""The compiler as an oracle: does an update fit? Its verdicts are kept on disk, so each program is
+compiled once.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,22 @@ class Asked(NamedTuple):
 class CompilerOracle:
     """The compiler, asked whether the update of a config fits with batches of given shapes.
 
-    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: the program
-    and the verdicts so far.
+    The batch keys of the config are ignored; `say` is called with a line of text before each
+    compilation: the program and the verdicts so far.
     """
 
-    def __init__(self, config: Config, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, target: Target, mesh: MeshShape, say: Callable[[str], None]
+    ) -> None:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config.data_cache_dir, "fit")
         identity = {
             "format": _FORMAT,
             # The shape defines the batch.
-            "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
+            "keys": {
+                k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)
+            },
             "versions": versions(target.devices[0].platform),
             "target": [target.name, device_facts(target.devices), target.memory_bytes],
         }
@@ -78,7 +84,9 @@ class CompilerOracle:
         return programs_of(self.config, self.target, self.mesh)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
-        """Returns the verdicts on batches of these shapes, compiled in parallel if there are cores."""
+        """Returns the verdicts on batches of these shapes, compiled in parallel if there are
+        cores.
+        """
         new = [shape for shape in shapes if shape not in self.asked]
         with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
             self.asked.update(zip(new, pool.map(self._find_out, new), strict=True))
@@ -94,9 +102,9 @@ class CompilerOracle:
             with _tracing:
                 lowered = self._programs.step(shape)
             self._say(
-                f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of them, "
-                f"{mesh_text(self.mesh, self.config)} remat_policy={self.config.remat_policy}, for "
-                f"{self.target.name}{self._bounds()}"
+                f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of "
+                f"them, {mesh_text(self.mesh, self.config)} "
+                f"remat_policy={self.config.remat_policy}, for {self.target.name}{self._bounds()}"
             )
             verdict, _, timed = compiled(lowered, self.target, self.config, shape)
         modelled = dataclasses.replace(timed, operations=())
@@ -108,7 +116,10 @@ class CompilerOracle:
     def _bounds(self) -> str:
         """Returns the verdicts so far, for the end of a message."""
         verdicts = {shape.micro_batch: asked.verdict.fits for shape, asked in self.asked.items()}
-        fits, fails = ([rows for rows, is_fit in verdicts.items() if is_fit is wanted] for wanted in (True, False))
+        fits, fails = (
+            [rows for rows, is_fit in verdicts.items() if is_fit is wanted]
+            for wanted in (True, False)
+        )
         said = [f"{max(fits):,} fits"] if fits else []
         said += [f"{min(fails):,} does not"] if fails else []
         return f"; so far {', '.join(said)}" if said else ""
@@ -120,7 +131,9 @@ class CompilerOracle:
         return dataclasses.replace(known, activations=max(0, rest))
 
     def estimate(self) -> Line:
-        """Returns an estimate of memory before any compilation: state, gradients, and activations per row."""
+        """Returns an estimate of memory before any compilation: state, gradients, and activations
+        per row.
+        """
         shards = self.mesh.batch_shards
         known = self._known_parts(BatchShape(shards, 1))
         fixed = known.parameters + known.optimizer + known.gradients
@@ -131,10 +144,11 @@ class CompilerOracle:
 
 
 def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
-    """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer works with.
+    """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer
+    works with.
 
-    A layer, or a cycle of several forms, keeps its input, and what its policy names; under `none` about twice the
-    outputs of its matrices.
+    A layer, or a cycle of several forms, keeps its input, and what its policy names; under `none`
+    about twice the outputs of its matrices.
     """
     model = config.model
     rows = [row for row in parameters(model) if row.kept]
@@ -153,9 +167,14 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
     inputs = FAMILIES[model.decoder_block].layer_input_width
-    per_layers = kept * config.base_num_decoder_layers // len(cycle) + inputs * config.base_num_decoder_layers
+    per_layers = (
+        kept * config.base_num_decoder_layers // len(cycle)
+        + inputs * config.base_num_decoder_layers
+    )
     per_token = value * (per_layers + 4 * products)
-    per_device: float = per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
+    per_device: float = (
+        per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
+    )
     return per_device
 
 
@@ -164,7 +183,11 @@ def _read(path: Path) -> Asked | None:
         record = read_json(path, str(path), finite=False)
         verdict, modelled = record["verdict"], Modelled(**record["modelled"])
         memory, lacks = verdict.pop("memory"), Shortage(*verdict.pop("lacks"))
-        return Asked(Verdict(**verdict, memory=Memory(**memory) if memory else None, lacks=lacks), True, modelled)
+        return Asked(
+            Verdict(**verdict, memory=Memory(**memory) if memory else None, lacks=lacks),
+            True,
+            modelled,
+        )
     except (
         OSError,
         ValueError,

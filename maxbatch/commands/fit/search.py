@@ -1,13 +1,15 @@
 """The search for the largest size that fits, with few compilations. No JAX.
 
-Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search ends when a size fits
-and the next one does not. Its method depends on the cost of a compilation:
+Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search
+ends when a size fits and the next one does not. Its method depends on the cost of a compilation:
 
 - The compilers of CPUs and GPUs always finish. The search assumes that memory is linear in the rows, first by an
-  estimate, then by the compiler's own figures, and asks for the size at which the line meets the limit.
+  estimate, then by the compiler's own figures, and asks for the size at which the line meets the
+  limit.
 - The TPU compiler refuses within seconds a program that cannot fit, and compiles for a minute one that does. Close to
-  the limit it saves memory, so the figures of programs that fit predict little. The search starts above the limit,
-  goes from refusal to refusal by the bytes that each names, and compiles few sizes that fit.
+  the limit it saves memory, so the figures of programs that fit predict little. The search starts
+  above the limit, goes from refusal to refusal by the bytes that each names, and compiles few sizes
+  that fit.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Verdict
 
 _LINES = 5  # rounds after which the search bisects, in case memory is not a line
-_DESCENTS = 24  # the same from above; then it quarters the rest from its upper end, to get more refusals
+# the same from above; then it quarters the rest from its upper end, to get more refusals
+_DESCENTS = 24
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
 
@@ -38,7 +41,9 @@ class Line:
         return max(0.0, limit - self.fixed) / max(self.per_row, 1.0)
 
     def through(self, points: list[tuple[int, int]], limit: float) -> Line:
-        """Returns the line through the two (rows, bytes) nearest to the limit, or through one with the same offset."""
+        """Returns the line through the two (rows, bytes) nearest to the limit, or through one with
+        the same offset.
+        """
         (rows, size), *others = sorted(points, key=lambda point: abs(point[1] - limit))[:2]
         for other_rows, other_size in others:
             if other_rows != rows and (slope := (size - other_size) / (rows - other_rows)) > 0:

@@ -27,8 +27,12 @@ class FittedMachine(NamedTuple):
         found = self.choice.to_dict() if self.choice else {}
         devices = len(self.target.devices)
         return {
-            "slices": self.slices, "hosts": self.target.num_hosts, "devices": devices, "refusal": self.refusal, **found,
-        }  # fmt: skip
+            "slices": self.slices,
+            "hosts": self.target.num_hosts,
+            "devices": devices,
+            "refusal": self.refusal,
+            **found,
+        }
 
     def cells(self) -> list[str]:
         cells = [number_text(self.slices), number_text(len(self.target.devices))]

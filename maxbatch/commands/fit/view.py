@@ -15,8 +15,12 @@ from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.modelled import has_clock
 
 
-def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, object]:
-    """Returns the object of `--json`: the best choice, the next larger size, all compilations, the ways left out."""
+def record(
+    choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]
+) -> dict[str, object]:
+    """Returns the object of `--json`: the best choice, the next larger size, all compilations, the
+    ways left out.
+    """
     following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
@@ -58,14 +62,21 @@ def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> N
     """Prints the best choice, its memory by kind, and all alternatives, the best first."""
     best, target, console = choices[0], wanted.target, PipeConsole()
     is_largest = best.next_verdict is None or not best.next_verdict.fits
-    what = "the largest that fits" if is_largest else "the fastest that fits by the compiler's clock on"
+    what = (
+        "the largest that fits"
+        if is_largest
+        else "the fastest that fits by the compiler's clock on"
+    )
     print(
         f"per_device_batch_size={best.per_device_batch_size} is {what} {target.name} "
         f"(remat_policy={best.remat_policy}):"
     )
     if wanted.any_mesh:
         print(f"the mesh: {mesh_text(best.mesh, wanted.config)}")
-    needed, available = gigabytes(best.verdict.needed_bytes), gigabytes(best.verdict.available_bytes)
+    needed, available = (
+        gigabytes(best.verdict.needed_bytes),
+        gigabytes(best.verdict.available_bytes),
+    )
     print(f"{needed} of {available} per device ({target.memory_source})")
     if best.next_verdict is not None and not best.next_verdict.fits:
         print(f"the next larger micro-batch needs {gigabytes(best.next_verdict.needed_bytes)}")
@@ -87,26 +98,48 @@ def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
     columns = ["mesh"] if wanted.any_mesh else []
     columns += ["remat", "per device", "micro-batch x steps", "needed"]
     columns += ["compute", "kernels", "exposed", "modelled step", "MFU"] if timed else []
-    to = f"a global batch of {choices[0].global_batch:,}" if wanted.states_batch else "run, each with its largest batch"
+    to = (
+        f"a global batch of {choices[0].global_batch:,}"
+        if wanted.states_batch
+        else "run, each with its largest batch"
+    )
     table = Table(*columns, title=f"ways to {to}, the best first")
     for choice in choices:
-        modelled, cut = choice.modelled, f"{choice.shape.micro_batch:,} x {choice.shape.max_micro_batches}"
+        modelled, cut = (
+            choice.modelled,
+            f"{choice.shape.micro_batch:,} x {choice.shape.max_micro_batches}",
+        )
         axes = " x ".join(f"{axis} {size}" for axis, size in choice.mesh.sizes.items() if size > 1)
         cells = [axes or "1 device"] if wanted.any_mesh else []
-        cells += [choice.remat_policy, str(choice.per_device_batch_size), cut, gigabytes(choice.verdict.needed_bytes)]
+        cells += [
+            choice.remat_policy,
+            str(choice.per_device_batch_size),
+            cut,
+            gigabytes(choice.verdict.needed_bytes),
+        ]
         if timed:
-            cells += [f"{(cycles or 0) / 1e6:,.0f}M" for cycles in (modelled.compute_cycles, modelled.kernel_cycles)]
+            cells += [
+                f"{(cycles or 0) / 1e6:,.0f}M"
+                for cycles in (modelled.compute_cycles, modelled.kernel_cycles)
+            ]
             cells += [gigabytes(modelled.exposed_collective_bytes)]
-            cells += [f"{(modelled.modelled_step_s or 0) * 1e3:,.0f} ms", f"{modelled.modelled_mfu or 0:.1%}"]
+            cells += [
+                f"{(modelled.modelled_step_s or 0) * 1e3:,.0f} ms",
+                f"{modelled.modelled_mfu or 0:.1%}",
+            ]
         table.add_row(*cells)
     PipeConsole().print(table)
     if not timed:
-        print("no compiler's clock for these devices: the larger micro-batch comes first, then the least recomputation")
+        print(
+            "no compiler's clock for these devices: the larger micro-batch comes first, then the "
+            "least recomputation"
+        )
 
 
 def _modelled(choice: Choice) -> str:
     one = choice.modelled
     return (
         f"modelled, not measured: {(one.modelled_step_s or 0) * 1e3:,.0f} ms an update, "
-        f"{one.modelled_tokens_per_second_per_device or 0:,.0f} tokens/s per device, MFU {one.modelled_mfu or 0:.1%}"
+        f"{one.modelled_tokens_per_second_per_device or 0:,.0f} tokens/s per device, MFU "
+        f"{one.modelled_mfu or 0:.1%}"
     )

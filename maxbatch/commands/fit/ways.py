@@ -47,7 +47,9 @@ class Stopwatch:
 
     @property
     def has_time(self) -> bool:
-        """Whether another way would fit into the budget if it took as long as the longest so far."""
+        """Whether another way would fit into the budget if it took as long as the longest so
+        far.
+        """
         return self._now() - self._started + self._longest <= _BUDGET_S
 
 
@@ -62,7 +64,9 @@ def find_ways(
       cuts: whether smaller micro-batches are tried in the time that is left; only `in_turn`.
       say: called with a line of text to print.
     """
-    find = partial(_one_by_one, ways, Stopwatch(), cuts) if in_turn else partial(_side_by_side, ways)
+    find = (
+        partial(_one_by_one, ways, Stopwatch(), cuts) if in_turn else partial(_side_by_side, ways)
+    )
     # In a thread, which a Ctrl-C does not wait for.
     pool = ThreadPoolExecutor(1, "maxbatch-fit")
     try:
@@ -82,14 +86,18 @@ def find_ways(
 
 
 def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
-    """Returns the choice of each way; with enough cores, also compiles two neighbouring sizes in parallel."""
+    """Returns the choice of each way; with enough cores, also compiles two neighbouring sizes in
+    parallel.
+    """
     at_once = min(2, max(1, CORES // len(ways)))
     with ThreadPoolExecutor(len(ways), "maxbatch-fit") as pool:
         found = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))
     return [choice for choice in found if choice is not None], []
 
 
-def _one_by_one(ways: Sequence[Way], stopwatch: Stopwatch, cuts: bool) -> tuple[list[Choice], list[Way]]:
+def _one_by_one(
+    ways: Sequence[Way], stopwatch: Stopwatch, cuts: bool
+) -> tuple[list[Choice], list[Way]]:
     """Returns the choices of the ways that fit into the time, and the names of the others.
 
     The TPU compiler keeps two cores busy with one program.

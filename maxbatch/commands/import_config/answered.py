@@ -1,4 +1,6 @@
-"""Trainers without an importer: their files are recognised, and the words of their batch, rate and length answered."""
+"""Trainers without an importer: their files are recognised, and the words of their batch, rate and
+length answered.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.translation import SPLIT_AXES, Stated
-from maxbatch.config.sections import BatchConfig, LengthConfig, PromptBatchConfig, RampConfig, RatesConfig
+from maxbatch.config.sections import (
+    BatchConfig,
+    LengthConfig,
+    PromptBatchConfig,
+    RampConfig,
+    RatesConfig,
+)
 from maxbatch.config.values import shown
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.words.convert import FIELD_OF, read_number, record_fields
@@ -22,7 +30,9 @@ _ANSWERED = SPLIT_AXES | {key.name for section in _SECTIONS for key in section.d
 
 
 class _BatchOfPrompts(NamedTuple):
-    """The words of a batch of prompts: each a list of spellings, of which a file states one at most."""
+    """The words of a batch of prompts: each a list of spellings, of which a file states one at
+    most.
+    """
 
     prompts: tuple[str, ...]
     responses: tuple[str, ...]  # per prompt
@@ -33,21 +43,27 @@ class _BatchOfPrompts(NamedTuple):
 
 _BATCHES: Mapping[str, _BatchOfPrompts] = {
     "verl": _BatchOfPrompts(
-        ("data.train_batch_size",), ("actor_rollout_ref.rollout.n",), ("actor_rollout_ref.actor.ppo_mini_batch_size",)
+        ("data.train_batch_size",),
+        ("actor_rollout_ref.rollout.n",),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size",),
     ),
     "nemo_rl": _BatchOfPrompts(
-        ("grpo.num_prompts_per_step",), ("grpo.num_generations_per_prompt",),
+        ("grpo.num_prompts_per_step",),
+        ("grpo.num_generations_per_prompt",),
         responses_of_update=("policy.train_global_batch_size",),
     ),
     "openrlhf": _BatchOfPrompts(
-        ("rollout_batch_size", "rollout.batch_size"), ("n_samples_per_prompt", "rollout.n_samples_per_prompt"),
+        ("rollout_batch_size", "rollout.batch_size"),
+        ("n_samples_per_prompt", "rollout.n_samples_per_prompt"),
         responses_of_update=("train_batch_size", "train.batch_size"),
     ),
     "slime": _BatchOfPrompts(
-        ("rollout_batch_size",), ("n_samples_per_prompt",),
-        responses_of_update=("global_batch_size",), updates=("num_steps_per_rollout",),
+        ("rollout_batch_size",),
+        ("n_samples_per_prompt",),
+        responses_of_update=("global_batch_size",),
+        updates=("num_steps_per_rollout",),
     ),
-}  # fmt: skip
+}
 
 
 def _signs() -> Mapping[str, tuple[str, ...]]:
@@ -65,32 +81,55 @@ def signs_in(words: Mapping[str, Stated], name: str) -> int:
 
 
 def answer(name: str, words: Mapping[str, Stated]) -> str:
-    """Explains the words of the batch, the rate and the length in a file of a trainer without an importer."""
+    """Explains the words of the batch, the rate and the length in a file of a trainer without an
+    importer.
+    """
     of_training = [word for word in words if not any(part in word for part in _OF_GENERATION)]
-    rows = {word: row for word in of_training if (row := look_up(word, name)) and not _ANSWERED.isdisjoint(row.keys)}
-    answers = "; ".join(f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items())
-    rule = (
-        f"a config of {FRAMEWORKS[name]} is not converted; its batch, rate and length here: {answers or 'none stated'}"
+    rows = {
+        word: row
+        for word in of_training
+        if (row := look_up(word, name)) and not _ANSWERED.isdisjoint(row.keys)
+    }
+    answers = "; ".join(
+        f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items()
     )
-    return "; ".join(filter(None, (rule, _fields(name, words), _batch_of_prompts(name, words), _ends_with(name))))
+    rule = (
+        f"a config of {FRAMEWORKS[name]} is not converted; its batch, rate and length here: "
+        f"{answers or 'none stated'}"
+    )
+    return "; ".join(
+        filter(None, (rule, _fields(name, words), _batch_of_prompts(name, words), _ends_with(name)))
+    )
 
 
 def _fields(name: str, words: Mapping[str, Stated]) -> str:
     """Returns the names of the records' fields in our keys; "" if all are ours."""
     rows = {word: row for word in words if (row := look_up(word, name))}
-    names = {FIELD_OF[row.word]: _text(words[word]) for word, row in rows.items() if row.word in FIELD_OF}
-    texts = [f"text_field={_text(words[word])}" for word, row in rows.items() if row.keys == ("text_field",)]
+    names = {
+        FIELD_OF[row.word]: _text(words[word]) for word, row in rows.items() if row.word in FIELD_OF
+    }
+    texts = [
+        f"text_field={_text(words[word])}"
+        for word, row in rows.items()
+        if row.keys == ("text_field",)
+    ]
     fields = record_fields(names)
     found = [*texts, *([f"record_fields={shlex.quote(fields)}"] if fields else [])]
     return f"the fields of its records: {' '.join(found)}" if found else ""
 
 
 def _ends_with(name: str) -> str:
-    return "maxbatch plan rl --words prints the same words for a batch of ours" if name in _BATCHES else ""
+    return (
+        "maxbatch plan rl --words prints the same words for a batch of ours"
+        if name in _BATCHES
+        else ""
+    )
 
 
 def _batch_of_prompts(name: str, words: Mapping[str, Stated]) -> str:
-    """Returns the batch of prompts and its updates in our keys, or the reason why they do not fit; "" if not stated."""
+    """Returns the batch of prompts and its updates in our keys, or the reason why they do not fit;
+    "" if not stated.
+    """
     batch = _BATCHES.get(name)
     if batch is None:
         return ""
@@ -105,15 +144,24 @@ def _batch_of_prompts(name: str, words: Mapping[str, Stated]) -> str:
     updates = stated if stated is not None else prompts / of_update if of_update else Fraction(1)
     product = f"{prompts} prompts x {group} responses = {prompts * group} responses"
     if of_update is not None and stated is not None and prompts != of_update * stated:
-        return f"{product}, but {stated} updates of {of_update * group} responses are {of_update * stated * group}"
+        return (
+            f"{product}, but {stated} updates of {of_update * group} responses are "
+            f"{of_update * stated * group}"
+        )
     if updates.denominator != 1 or (prompts / updates).denominator != 1:
         unit = f"{of_update * group} responses per update" if of_update else f"{updates} updates"
         return f"{product}, and {unit} make no whole number of updates of whole prompts"
-    return f"together batch_size={prompts} num_generations={group} num_minibatches={updates}: {product}"
+    return (
+        f"together batch_size={prompts} num_generations={group} num_minibatches={updates}: "
+        f"{product}"
+    )
 
 
 def _number(names: tuple[str, ...], words: Mapping[str, Stated]) -> Fraction | None:
-    return next((number for name in names if name in words and (number := read_number(_text(words[name])))), None)
+    return next(
+        (number for name in names if name in words and (number := read_number(_text(words[name])))),
+        None,
+    )
 
 
 def _text(value: Stated) -> str:

@@ -9,20 +9,30 @@ from collections.abc import Mapping
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates
+from maxbatch.commands.import_config.trainer_words import (
+    TRAINER,
+    length,
+    per_device_equation,
+    rates,
+)
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.words.convert import record_fields
 
 # Its prompter's text around a record.
 _ALPACA = (
-    "write Alpaca's text (Below is an instruction ..., ### Instruction:, ### Response:) as chat_template.jinja beside "
-    "the tokenizer; an input, there under ### Input:, follows the instruction after an empty line"
+    "write Alpaca's text (Below is an instruction ..., ### Instruction:, ### Response:) as "
+    "chat_template.jinja beside the tokenizer; an input, there under ### Input:, follows the "
+    "instruction after an empty line"
 )
 
 
 def _passes(t: Translation, word: str) -> None:
     passes = (t.number(word) or 1) // (t.number("micro_batch_size") or 1)
-    t.map(word, "batch_size / micro_batch_size passes", gradient_accumulation_steps=f"{max(1, passes):g}")
+    t.map(
+        word,
+        "batch_size / micro_batch_size passes",
+        gradient_accumulation_steps=f"{max(1, passes):g}",
+    )
 
 
 def _base_model(t: Translation, word: str) -> None:
@@ -51,7 +61,9 @@ def _sources(t: Translation, _: str) -> None:
             t.refuse("datasets", "one field for the text of all data sets", is_essential=True)
             return
         FORMAT.translate(t, "texts")
-        _take_sources(t, sources, settings | ({} if names == {"text"} else {"text_field": names.pop()}))
+        _take_sources(
+            t, sources, settings | ({} if names == {"text"} else {"text_field": names.pop()})
+        )
     elif kinds == {"alpaca"}:
         t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         _take_sources(t, sources, chats | {"sft_format": "alpaca"}, _ALPACA)
@@ -64,7 +76,9 @@ def _sources(t: Translation, _: str) -> None:
     else:
         if all(map(_is_sharegpt, sources)):
             chats["sft_format"] = "sharegpt"
-        elif fields := record_fields({"messages": str(sources[0].get("field_messages") or "messages")}):
+        elif fields := record_fields(
+            {"messages": str(sources[0].get("field_messages") or "messages")}
+        ):
             chats["record_fields"] = fields
         if "train_on_inputs" in t:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
@@ -72,7 +86,9 @@ def _sources(t: Translation, _: str) -> None:
         _take_sources(t, sources, chats)
 
 
-def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = "") -> None:
+def _take_sources(
+    t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = ""
+) -> None:
     """Takes the data sets; `step` is work for the user, beside the download of a hub data set."""
     hub = [item["path"] for item in sources if is_hub_name(item["path"])]
     if hub or step:
@@ -80,7 +96,11 @@ def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mappi
         steps.append("dataset_type=parquet if the files are")
         t.need("datasets", "; ".join(filter(None, steps)), **settings)
     else:
-        t.map("datasets", "its files, at that path; state dataset_type if they are not jsonl", **settings)
+        t.map(
+            "datasets",
+            "its files, at that path; state dataset_type if they are not jsonl",
+            **settings,
+        )
 
 
 _MOST_WARMUP = 100  # updates, unless the file states the warmup
@@ -115,23 +135,35 @@ def _pair_sources(t: Translation, _: str) -> None:
     step = "write its records as lists of messages of role and content: chosen and rejected"
     if "chat_template.default" in kinds:
         step += f" (there one message each), and prompt (there {', '.join(fields)})"
-    _take_sources(t, sources, {**_OF_PAIRS, "dataset_path": ";".join(item["path"] for item in sources)}, step)
+    _take_sources(
+        t, sources, {**_OF_PAIRS, "dataset_path": ";".join(item["path"] for item in sources)}, step
+    )
 
 
 _OURS_OF_A_SOURCE = {
-    "type": ("chat_template",), "field_messages": ("messages",), "roles_to_train": (["assistant"],),
-    "train_on_eos": ("turn",), "split": ("train",),
+    "type": ("chat_template",),
+    "field_messages": ("messages",),
+    "roles_to_train": (["assistant"],),
+    "train_on_eos": ("turn",),
+    "split": ("train",),
     "message_property_mappings": ({"role": "role", "content": "content"},),
-    "chat_template": ("tokenizer_default",), "ds_type": ("json",),
-}  # fmt: skip
+    "chat_template": ("tokenizer_default",),
+    "ds_type": ("json",),
+}
 
 
 # Words of a type of prompts, with their defaults.
 _PROMPT_WORDS = {
-    "field_instruction": "instruction", "field_input": "input", "field_output": "output",
-    "format": "{instruction} {input} ", "no_input_format": "{instruction} ",
-}  # fmt: skip
-_SHAREGPT = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "format": "{instruction} {input} ",
+    "no_input_format": "{instruction} ",
+}
+_SHAREGPT = {
+    "field_messages": "conversations",
+    "message_property_mappings": {"role": "from", "content": "value"},
+}
 
 
 def _is_sharegpt(source: Mapping[str, object]) -> bool:
@@ -139,39 +171,55 @@ def _is_sharegpt(source: Mapping[str, object]) -> bool:
 
 
 def _without_messages(sources: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the data sets without the field of their messages, if all have the same, and ShareGPT's names in it."""
+    """Returns the data sets without the field of their messages, if all have the same, and
+    ShareGPT's names in it.
+    """
     fields = {str(source.get("field_messages") or "messages") for source in sources}
     if len(fields) > 1 or record_fields({"messages": next(iter(fields))}) is None:
         return sources
     ours = {"message_property_mappings": _SHAREGPT["message_property_mappings"]}
     return [
-        {n: value for n, value in source.items() if n != "field_messages" and ours.get(n, "") != value}
+        {
+            n: value
+            for n, value in source.items()
+            if n != "field_messages" and ours.get(n, "") != value
+        }
         for source in sources
     ]
 
 
 def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[str, str]) -> None:
-    """Takes data sets of instructions and outputs in fields of their own, whose text a format writes."""
+    """Takes data sets of instructions and outputs in fields of their own, whose text a format
+    writes.
+    """
     kinds: list[object] = [source["type"] for source in sources]
     kind = kinds[0]
     assert isinstance(kind, dict), "checked by the caller"
     if any(other != kind for other in kinds):
         t.refuse("datasets", "one type for all data sets", is_essential=True)
         return
-    if others := sorted(name for name, value in kind.items() if value and name not in _PROMPT_WORDS):
+    if others := sorted(
+        name for name, value in kind.items() if value and name not in _PROMPT_WORDS
+    ):
         t.refuse("datasets", f"a type of prompts without {', '.join(others)}", is_essential=True)
         return
     texts = {name: str(kind.get(name) or default) for name, default in _PROMPT_WORDS.items()}
-    fields = record_fields({"prompt": texts["field_instruction"], "completion": texts["field_output"]})
+    fields = record_fields(
+        {"prompt": texts["field_instruction"], "completion": texts["field_output"]}
+    )
     if fields is None:
         t.refuse("datasets", "fields whose names have no comma, colon or brace", is_essential=True)
         return
     named = {"sft_format": "completion", **({"record_fields": fields} if fields else {})}
     formats = {texts["format"], texts["no_input_format"]}
-    step = "" if formats == {"{instruction}"} else (
-        f"write the text of its format ({' or '.join(sorted(repr(one) for one in formats))}) into the field "
-        f"{texts['field_instruction']}"
-    )  # fmt: skip
+    step = (
+        ""
+        if formats == {"{instruction}"}
+        else (
+            f"write the text of its format ({' or '.join(sorted(repr(one) for one in formats))}) "
+            f"into the field {texts['field_instruction']}"
+        )
+    )
     if "train_on_inputs" in t:
         t.map("train_on_inputs", sft_train_on_completion_only=chats["sft_train_on_completion_only"])
     FORMAT.translate(t, "templates")
@@ -180,8 +228,15 @@ def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[
 
 def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
     """Returns settings of chat data sets that affect records or weights and have no counterpart."""
-    stated = ((name, value) for item in sources for name, value in item.items() if name not in ("path", "name"))
-    return sorted({name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())})
+    stated = (
+        (name, value)
+        for item in sources
+        for name, value in item.items()
+        if name not in ("path", "name")
+    )
+    return sorted(
+        {name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())}
+    )
 
 
 FORMAT = Format(

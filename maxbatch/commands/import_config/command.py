@@ -64,20 +64,36 @@ _WIDEST = 44  # columns of a word or a value
 
 
 FORMATS: Mapping[str, Format] = {
-    "maxtext": maxtext.FORMAT, "hf": hf.FORMAT, "deepspeed": deepspeed.FORMAT, "axolotl": axolotl.FORMAT,
-    "megatron": megatron.FORMAT, "nemo": megatron.NEMO, "trl": trl.FORMAT,
-    "llamafactory": llamafactory.FORMAT, "torchtitan": torchtitan.FORMAT,
-}  # fmt: skip
+    "maxtext": maxtext.FORMAT,
+    "hf": hf.FORMAT,
+    "deepspeed": deepspeed.FORMAT,
+    "axolotl": axolotl.FORMAT,
+    "megatron": megatron.FORMAT,
+    "nemo": megatron.NEMO,
+    "trl": trl.FORMAT,
+    "llamafactory": llamafactory.FORMAT,
+    "torchtitan": torchtitan.FORMAT,
+}
 
 _NAMES = (*FORMATS, *answered.SIGNS, "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", metavar="FORMAT", help=f"whose config: {', '.join(_NAMES)}")
-    parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=local_path,
+        help="YAML, JSON, key=value lines or a shell recipe",
+    )
     output = "where to write the config (default maxbatch.yml); never over a file"
-    parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = "leave out unsupported words, unless one states the batch, the length, the data or the model"
+    parser.add_argument(
+        "--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output
+    )
+    skip = (
+        "leave out unsupported words, unless one states the batch, the length, the data or the "
+        "model"
+    )
     one = "number of the command to read, from 1, if several in a shell file train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
     devices = "devices of a run, for which the batch is printed; TRL counts its batch on them"
@@ -95,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
     _check_is_file(args.file)
     reading.text_of(path)
     if args.command is not None and reading.is_yaml(path):
-        raise ConfigError(f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON")
+        raise ConfigError(
+            f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON"
+        )
     if args.devices is not None:
         check_at_most("--devices", args.devices, MOST_DEVICES)
     name = recognised_format(path, args.command) if args.format == "auto" else args.format
@@ -112,14 +130,18 @@ def run(args: argparse.Namespace) -> int:
         _print_batch(load_config(output), args.devices)
     waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
     if waits:
-        note(f"{waits} of the words need a step of yours before maxbatch train; the table gives each")
+        note(
+            f"{waits} of the words need a step of yours before maxbatch train; the table gives each"
+        )
     _note_foreign(output)
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0
 
 
 def _note_foreign(output: Path) -> None:
-    """Prints that the written config's `run_dir`, on this machine, holds another program's checkpoints, if it does."""
+    """Prints that the written config's `run_dir`, on this machine, holds another program's
+    checkpoints, if it does.
+    """
     try:
         run_dir = load_config(output).run_dir
     except ConfigError:  # it waits for a step of the user's
@@ -135,11 +157,14 @@ def _note_foreign(output: Path) -> None:
 def translated(
     name: str, path: Path, command: int | None = None, devices: int | None = None
 ) -> tuple[Translation, list[str]]:
-    """Translates a file of a format, with notes on its reading; `hf` reads GRPOConfig as `trl` does.
+    """Translates a file of a format, with notes on its reading; `hf` reads GRPOConfig as `trl`
+    does.
 
     `command` is its number in a shell file, from 1; None: the only one.
     """
-    words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
+    words, notes = (
+        maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
+    )
     if name == "hf" and trl.is_of_responses(words):
         name = "trl"
     if name == "megatron" and megatron.is_of_nemo(words):
@@ -150,8 +175,12 @@ def translated(
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
-    counts_processes = name == "trl" and not reading.is_yaml(path) and not python_file.is_python(path)
-    if counts_processes and (processes := shell.read_command(path, command).processes(shown_path(path))):
+    counts_processes = (
+        name == "trl" and not reading.is_yaml(path) and not python_file.is_python(path)
+    )
+    if counts_processes and (
+        processes := shell.read_command(path, command).processes(shown_path(path))
+    ):
         words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.defaults, name, devices)
     if name == "llamafactory":
@@ -165,12 +194,22 @@ _SPLITS_OF_ACCELERATE = "parallelism_config"  # begins the words of its flags an
 
 
 def _splits_of_launcher(run: shell.Command, path: Path) -> dict[str, Stated]:
-    """Returns the devices of a replica that `accelerate launch` states, by flags or in a file that is here."""
+    """Returns the devices of a replica that `accelerate launch` states, by flags or in a file that
+    is here.
+    """
     stated = shell.settings_of(run.start[:-1], shown_path(path))
     named = stated.get("config_file")
     file = path.parent / named if isinstance(named, str) else None
-    of_file = reading.read_yaml(file) if file is not None and file.is_file() and reading.is_yaml(file) else {}
-    return {word: value for word, value in (of_file | stated).items() if word.startswith(_SPLITS_OF_ACCELERATE)}
+    of_file = (
+        reading.read_yaml(file)
+        if file is not None and file.is_file() and reading.is_yaml(file)
+        else {}
+    )
+    return {
+        word: value
+        for word, value in (of_file | stated).items()
+        if word.startswith(_SPLITS_OF_ACCELERATE)
+    }
 
 
 _FILE_OF_TORCHTITAN = "job.config_file"  # its flags take precedence over it
@@ -178,7 +217,9 @@ _SPLITS_OF_DEEPSPEED = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
 
 def _splits_of_deepspeed(words: Mapping[str, Stated], path: Path) -> dict[str, Stated]:
-    """Returns the devices of a replica that a DeepSpeed file states which the config names, if that file is here."""
+    """Returns the devices of a replica that a DeepSpeed file states which the config names, if that
+    file is here.
+    """
     named = words.get("deepspeed")
     if not isinstance(named, str) or not named.endswith(".json"):
         return {}
@@ -188,11 +229,16 @@ def _splits_of_deepspeed(words: Mapping[str, Stated], path: Path) -> dict[str, S
 
 
 def _described_data(words: Mapping[str, Stated], path: Path) -> Mapping[str, object]:
-    """Returns the data sets that LLaMA-Factory's dataset_info.json describes, paths and all, if that file is here."""
+    """Returns the data sets that LLaMA-Factory's dataset_info.json describes, paths and all, if
+    that file is here.
+    """
     folder = words.get("dataset_dir", "data")
     if not isinstance(folder, str):
         return {}
-    file = next((p for p in (path.parent / folder, Path(folder)) if (p / "dataset_info.json").is_file()), None)
+    file = next(
+        (p for p in (path.parent / folder, Path(folder)) if (p / "dataset_info.json").is_file()),
+        None,
+    )
     if file is None:
         return {}
     found = read_json(file / "dataset_info.json", shown_path(file / "dataset_info.json"))
@@ -214,15 +260,20 @@ def _read(path: Path, command: int | None) -> dict[str, Stated]:
     named = words.get(_FILE_OF_TORCHTITAN)
     if isinstance(named, str) and (path.parent / named).is_file():
         words.pop(_FILE_OF_TORCHTITAN)
-        words = {**reading.renamed(reading.read_yaml(path.parent / named), shown_path(path)), **words}
+        words = {
+            **reading.renamed(reading.read_yaml(path.parent / named), shown_path(path)),
+            **words,
+        }
     return words
 
 
 # Programs that share words with others, which have words of their own beside these.
 _EXTENDED: Mapping[str, tuple[str, ...]] = {
-    "hf": ("llamafactory", "axolotl", "openrlhf", "mlx"), "megatron": ("nemo", "slime", "nemo_rl"),
-    "deepspeed": ("openrlhf",), "nemo": ("levanter",),
-}  # fmt: skip
+    "hf": ("llamafactory", "axolotl", "openrlhf", "mlx"),
+    "megatron": ("nemo", "slime", "nemo_rl"),
+    "deepspeed": ("openrlhf",),
+    "nemo": ("levanter",),
+}
 
 
 def recognised_format(path: Path, command: int | None = None) -> str:
@@ -243,14 +294,23 @@ def recognised_format(path: Path, command: int | None = None) -> str:
     shared = Counter(name for names in having.values() for name in names)
     alone = Counter(names[0] for names in having.values() if len(names) == 1)
     most = signs if any(signs.values()) else alone
-    found = sorted((name for name in most if most[name]), key=lambda name: (-most[name], -shared[name]))
+    found = sorted(
+        (name for name in most if most[name]), key=lambda name: (-most[name], -shared[name])
+    )
     if not found and not shared:
-        raise ConfigError(f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format")
-    if not found or (len(found) > 1 and (most[found[1]], shared[found[1]]) == (most[found[0]], shared[found[0]])):
+        raise ConfigError(
+            f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format"
+        )
+    if not found or (
+        len(found) > 1 and (most[found[1]], shared[found[1]]) == (most[found[0]], shared[found[0]])
+    ):
         named = found or [name for name, count in shared.items() if count == max(shared.values())]
         whose = first_of([FRAMEWORKS[name] for name in named], 8)
         works = f"works: maxbatch import {named[0]} {shlex.quote(str(path))}"
-        raise ConfigError(f"{shown_path(path)}: has no words that one program alone has, but those of {whose}; {works}")
+        raise ConfigError(
+            f"{shown_path(path)}: has no words that one program alone has, but those of {whose}; "
+            f"{works}"
+        )
     name = found[0]
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
@@ -265,7 +325,11 @@ def _has_word(word: str, name: str) -> bool:
 def _is_known(word: str, name: str) -> bool:
     """Returns whether a framework has a word; Megatron-LM's include NeMo's."""
     names = (name, BESIDE.get(name, name))
-    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
+    return (
+        word in FORMATS[name].defaults
+        or _is_ours(word, name)
+        or any(look_up(word, each) for each in names)
+    )
 
 
 def _is_ours(word: str, name: str) -> bool:
@@ -275,7 +339,12 @@ def _is_ours(word: str, name: str) -> bool:
 def _print(translation: Translation, name: str) -> None:
     """Prints the table: a line per word, and the batch as an equation in both programs' words."""
     rows = [
-        (fate.fate, shown(fate.word, _WIDEST), shown(fate.value, _WIDEST), printable(fate.says, keep=""))
+        (
+            fate.fate,
+            shown(fate.word, _WIDEST),
+            shown(fate.value, _WIDEST),
+            printable(fate.says, keep=""),
+        )
         for fate in translation.fates
     ]
     rows.sort(key=lambda row: (MAPPED, NEEDS_YOU, UNSUPPORTED, IGNORED).index(row[0]))
@@ -291,7 +360,9 @@ def _print(translation: Translation, name: str) -> None:
 
 
 def _print_batch(config: Config, devices: int) -> None:
-    """Prints the batch of the written config on a number of devices, or what `plan` refuses there."""
+    """Prints the batch of the written config on a number of devices, or what `plan` refuses
+    there.
+    """
     try:
         batch = equation(BatchPlan.from_config(config.plan, devices))
     except ConfigError as error:
@@ -307,38 +378,57 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
     sys.stdout.flush()
     said = first_of([f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found], 8, ";")
     if skip:
-        raise ConfigError(f"not supported, although they state the batch, the length, the data or the model: {said}")
-    works = "works: --skip-unsupported, which leaves them out" if not any(f.is_essential for f in found) else ""
+        raise ConfigError(
+            "not supported, although they state the batch, the length, the data or the model: "
+            f"{said}"
+        )
+    works = (
+        "works: --skip-unsupported, which leaves them out"
+        if not any(f.is_essential for f in found)
+        else ""
+    )
     raise ConfigError(f"not supported: {said}" + (f"; {works}" if works else ""))
 
 
 def written(translation: Translation, source: str) -> str:
     """Returns the config as YAML; raises ConfigError if its values exclude each other."""
-    config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
+    config = load_config(
+        overrides=[f"{name}={text}" for name, text in translation.settings.items()]
+    )
     check_dataset(config)  # as plan does
     stated_batches(config.plan)
-    if not is_mixture_file(config.dataset_path, config.dataset_type):  # the file may be on another machine
+    # the file may be on another machine
+    if not is_mixture_file(config.dataset_path, config.dataset_type):
         read_mixture(config.stream)
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in KEYS.items():
         if name in translation.settings:
             is_text = key.kind in TEXTS and config[name] is not None
-            lines.append(f"{name}: {quoted(value_text(config[name])) if is_text else translation.settings[name]}")
+            lines.append(
+                f"{name}: "
+                f"{quoted(value_text(config[name])) if is_text else translation.settings[name]}"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _check_is_file(name: str) -> None:
     """Raises ConfigError for standard input, and for a command in place of the file that has it."""
     if name == "-":
-        raise ConfigError("-: standard input is not read; write it to a file, such as run.sh, and name that")
+        raise ConfigError(
+            "-: standard input is not read; write it to a file, such as run.sh, and name that"
+        )
     if (
         " " in name
         and not os.path.lexists(name)
         and re.search(r"(^| )(python[\d.]*|torchrun|deepspeed|trl)( |$)", name)
     ):
-        raise ConfigError(f"{shown(name)}: is a command; write it to a file, such as run.sh, and name that")
+        raise ConfigError(
+            f"{shown(name)}: is a command; write it to a file, such as run.sh, and name that"
+        )
 
 
 def _refuse_existing(output: Path) -> None:
     if os.path.lexists(output):
-        raise ConfigError(f"--output {shown_path(output)}: is there already; works: --output another.yml")
+        raise ConfigError(
+            f"--output {shown_path(output)}: is there already; works: --output another.yml"
+        )

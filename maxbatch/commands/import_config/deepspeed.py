@@ -9,15 +9,23 @@ from maxbatch.commands.import_config.translation import Translation
 _SCHEDULES = {"WarmupCosineLR": "cosine", "WarmupDecayLR": "wsd", "WarmupLR": "constant"}
 
 
-# Its updates in warm-up, and the last rate of WarmupCosineLR as a share of the peak, where a file does not state them.
+# Its updates in warm-up, and the last rate of WarmupCosineLR as a share of the peak, where a file
+# does not state them.
 _WARMUP, _LAST_OF_COSINE = "1000", "0.0001"
 _OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def _is_no_batch(t: Translation, _: str) -> bool:
-    """Returns whether no number of GPUs gives the stated batch: it is no multiple of micro-batch x passes."""
+    """Returns whether no number of GPUs gives the stated batch: it is no multiple of micro-batch x
+    passes.
+    """
     batch, micro, passes = (t.number(word) if word in t else 1.0 for word in _OF_BATCH)
-    return batch is not None and bool(micro) and bool(passes) and batch % ((micro or 1) * (passes or 1)) != 0
+    return (
+        batch is not None
+        and bool(micro)
+        and bool(passes)
+        and batch % ((micro or 1) * (passes or 1)) != 0
+    )
 
 
 def _schedule(t: Translation, word: str) -> None:
@@ -25,7 +33,10 @@ def _schedule(t: Translation, word: str) -> None:
     total_word, warmup_word = (f"scheduler.params.{name}_num_steps" for name in ("total", "warmup"))
     autos = [name for name in (total_word, warmup_word) if t.text(name) == "auto"]
     for name in autos:
-        why = "auto is filled in from the Trainer's arguments, which this file does not have; needed: the value"
+        why = (
+            "auto is filled in from the Trainer's arguments, which this file does not have; "
+            "needed: the value"
+        )
         t.refuse(name, why, is_essential=name == total_word)
     if warmup_word not in t:
         t.assume({warmup_word: _WARMUP})
@@ -34,7 +45,11 @@ def _schedule(t: Translation, word: str) -> None:
     if autos:
         t.refuse(word, f"updates for auto in {', '.join(autos)}")
     elif kind is None or total is None or warmup is None:
-        t.refuse(word, "WarmupLR, WarmupDecayLR or WarmupCosineLR with total_num_steps, the updates of the run")
+        t.refuse(
+            word,
+            "WarmupLR, WarmupDecayLR or WarmupCosineLR with total_num_steps, the updates of the "
+            "run",
+        )
     else:
         _take_schedule(t, word, kind, warmup / total)
         t.map(total_word, steps=str(int(total)))
@@ -58,6 +73,9 @@ def _take_schedule(t: Translation, word: str, kind: str, share: float) -> None:
 
 
 FORMAT = Format(
-    "deepspeed", per_device_equation("train_micro_batch_size_per_gpu"), {"schedule": _schedule},
-    {"is_no_batch": _is_no_batch}, parent=TRAINER,
-)  # fmt: skip
+    "deepspeed",
+    per_device_equation("train_micro_batch_size_per_gpu"),
+    {"schedule": _schedule},
+    {"is_no_batch": _is_no_batch},
+    parent=TRAINER,
+)

@@ -11,7 +11,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_step(name: str, kind: str = "") -> str:
-    """Returns the command that downloads a model or (`kind` dataset) a data set to the path of its name."""
+    """Returns the command that downloads a model or (`kind` dataset) a data set to the path of its
+    name.
+    """
     download = f"hf download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
     if kind:
         return f"{download}, in the folder where training starts"

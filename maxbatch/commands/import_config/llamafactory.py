@@ -1,4 +1,6 @@
-"""Rules of LLaMA-Factory's table: its data sets, which a file of its own describes, and its adapters."""
+"""Rules of LLaMA-Factory's table: its data sets, which a file of its own describes, and its
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from maxbatch.config.matrices import OF_PEFT
 from maxbatch.config.sections import RECORD_TYPES
 from maxbatch.config.words.convert import record_fields
 
-# Words for the parts of a message, with their defaults, which are ShareGPT's; both forms are read here.
+# Words for the parts of a message, with their defaults, which are ShareGPT's; both forms are read
+# here.
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -19,9 +22,12 @@ _TAGS = {
     "system_tag": "system",
 }
 _TAGS_OF_OPENAI = {
-    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
     "system_tag": "system",
-}  # fmt: skip
+}
 _RECORDS = {
     "sft": "records of messages, or of prompt and completion",
     "pt": "records of text",
@@ -30,35 +36,51 @@ _RECORDS = {
 
 
 def _data(t: Translation, _: str) -> None:
-    """Takes the data sets by name: its dataset_info.json has their files, which are written anew as our records."""
+    """Takes the data sets by name: its dataset_info.json has their files, which are written anew as
+    our records.
+    """
     stage = t.text("stage")
-    names = [name.strip() for item in t.items("dataset") for name in item.split(",") if name.strip()]
+    names = [
+        name.strip() for item in t.items("dataset") for name in item.split(",") if name.strip()
+    ]
     records = _RECORDS.get(stage)
     if names and records and (settings := _read_as_they_are(t, names, stage)):
         t.map("dataset", "its files, as dataset_info.json describes them", **settings)
     elif names and records:
         files = ";".join(f"{name}.jsonl" for name in names)
-        step = f"{records} in these files; its dataset_info.json names the files of {', '.join(names)}"
+        step = (
+            f"{records} in these files; its dataset_info.json names the files of {', '.join(names)}"
+        )
         t.need("dataset", step, dataset_path=files, dataset_type="jsonl")
     elif "dataset" in t:
         t.refuse("dataset", "names of data sets, in stage pt, sft or dpo", is_essential=True)
-    held_out = [name.strip() for item in t.items("eval_dataset") for name in item.split(",") if name.strip()]
+    held_out = [
+        name.strip() for item in t.items("eval_dataset") for name in item.split(",") if name.strip()
+    ]
     if held_out and records and (settings := _read_as_they_are(t, held_out, stage)):
-        t.map("eval_dataset", "its files, as dataset_info.json describes them",
-              eval_dataset_path=settings["dataset_path"])  # fmt: skip
+        t.map(
+            "eval_dataset",
+            "its files, as dataset_info.json describes them",
+            eval_dataset_path=settings["dataset_path"],
+        )
     elif held_out and records:
         t.need("eval_dataset", f"{records} in that file", eval_dataset_path=f"{held_out[0]}.jsonl")
     if "template" in t and stage == "pt":
         t.ignore("template", "documents are plain text")
     elif "template" in t:
-        step = f"its {t.text('template')} template as chat_template.jinja beside the tokenizer, unless that one has it"
+        step = (
+            f"its {t.text('template')} template as chat_template.jinja beside the tokenizer, "
+            "unless that one has it"
+        )
         t.need("template", step)
     if model := t.text("model_name_or_path"):
         t.settings |= {"tokenizer_type": "huggingface", "tokenizer_path": model}
 
 
 def _read_as_they_are(t: Translation, names: list[str], stage: str) -> dict[str, str] | None:
-    """Returns the settings that read data sets in place; None if they need to be written anew, or are not described."""
+    """Returns the settings that read data sets in place; None if they need to be written anew, or
+    are not described.
+    """
     found = [_settings_of(t.described.get(name), stage) for name in names]
     read = [one for one in found if one]
     if len(read) < len(names) or any(settings != read[0][1] for _, settings in read):
@@ -67,13 +89,22 @@ def _read_as_they_are(t: Translation, names: list[str], stage: str) -> dict[str,
 
 
 def _settings_of(described: object, stage: str) -> tuple[str, dict[str, str]] | None:
-    """Returns the path of a data set and the settings that read it; None if its records are not ours."""
+    """Returns the path of a data set and the settings that read it; None if its records are not
+    ours.
+    """
     if not isinstance(described, dict):
         return None
     columns, tags = described.get("columns") or {}, described.get("tags") or {}
     form: dict[str, str] = {}
-    is_chat, is_ranking = described.get("formatting", "alpaca") == "sharegpt", described.get("ranking") is True
-    if not isinstance(columns, dict) or not isinstance(tags, dict) or is_ranking != (stage == "dpo"):
+    is_chat, is_ranking = (
+        described.get("formatting", "alpaca") == "sharegpt",
+        described.get("ranking") is True,
+    )
+    if (
+        not isinstance(columns, dict)
+        or not isinstance(tags, dict)
+        or is_ranking != (stage == "dpo")
+    ):
         return None
     if stage == "pt":
         wanted = {"prompt": "text"}
@@ -89,15 +120,24 @@ def _settings_of(described: object, stage: str) -> tuple[str, dict[str, str]] | 
     # Without columns it reads an input and a history too, and joins them in its own way.
     if set(columns) != set(wanted) or not all(isinstance(name, str) for name in columns.values()):
         return None
-    if tags and {name: tags.get(name, default) for name, default in _TAGS.items()} not in (_TAGS, _TAGS_OF_OPENAI):
+    if tags and {name: tags.get(name, default) for name, default in _TAGS.items()} not in (
+        _TAGS,
+        _TAGS_OF_OPENAI,
+    ):
         return None
-    kind = next((kind for kind in RECORD_TYPES if str(described["file_name"]).endswith(f".{kind}")), None)
+    kind = next(
+        (kind for kind in RECORD_TYPES if str(described["file_name"]).endswith(f".{kind}")), None
+    )
     fields = record_fields({ours: columns[theirs] for theirs, ours in wanted.items()})
     if kind is None or fields is None:
         return None
     if stage == "pt":
         return described["path"], {"dataset_type": kind, "text_field": columns["prompt"]}
-    return described["path"], {"dataset_type": kind, **form, **({"record_fields": fields} if fields else {})}
+    return described["path"], {
+        "dataset_type": kind,
+        **form,
+        **({"record_fields": fields} if fields else {}),
+    }
 
 
 def _alpha(t: Translation, _: str) -> None:

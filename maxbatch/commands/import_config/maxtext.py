@@ -20,15 +20,31 @@ from maxbatch.config.values import NULLS, in_brackets, shown
 from maxbatch.plan.mesh_shape import AXES, axis_key
 
 _SPARSE = (  # its models with experts
-    "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
     "deepseek3-671b",
-)  # fmt: skip
-_TARGETS = {"query": "query", "key": "key", "value": "value", "out": "out", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+)
+_TARGETS = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "out": "out",
+    "wi_0": "gate",
+    "wi_1": "up",
+    "wo": "down",
+}
 
 
 def _run_dir(t: Translation, word: str) -> None:
     """Takes the folder of all runs together with the run's name."""
-    folder, name = (t.text(word) if "$" not in t.text(word) else "" for word in ("base_output_directory", "run_name"))
+    folder, name = (
+        t.text(word) if "$" not in t.text(word) else ""
+        for word in ("base_output_directory", "run_name")
+    )
     if word == "base_output_directory" and folder:
         t.map(word, run_dir=f"{folder.rstrip('/')}/{name}" if name else folder)
     elif word == "run_name" and name:
@@ -46,7 +62,9 @@ def _decayed(t: Translation, word: str) -> None:
 
 
 def _patterns(t: Translation, word: str) -> list[str]:
-    return [pattern for item in t.items(word) for pattern in in_brackets(item) if pattern not in NULLS]
+    return [
+        pattern for item in t.items(word) for pattern in in_brackets(item) if pattern not in NULLS
+    ]
 
 
 def _profile(t: Translation, word: str) -> None:
@@ -77,20 +95,32 @@ def _repeats(t: Translation, _: str) -> None:
     if stages[0] * stages[1] > 1:
         name = t.text("model_name")
         named = [f"model_name={name}"] if name in presets() else []
-        layers = t.number("base_num_decoder_layers") or load_config(overrides=named).base_num_decoder_layers
+        layers = (
+            t.number("base_num_decoder_layers")
+            or load_config(overrides=named).base_num_decoder_layers
+        )
         each = int(stages[0] * stages[1] * (t.number("num_layers_per_pipeline_stage") or 1))
-        t.map(word, "layers / (stages x layers of a stage)", num_pipeline_repeats=str(layers // each))
+        t.map(
+            word, "layers / (stages x layers of a stage)", num_pipeline_repeats=str(layers // each)
+        )
     elif word in t:
         t.ignore(word, "there is no pipeline")
 
 
 def _mesh(t: Translation, _: str) -> None:
     """Takes MaxText's axes that split the same dimensions as one of ours."""
-    same = {"fsdp": ("fsdp_transpose", *(["expert"] if _is_dense(t) else [])), "tensor": ("tensor_sequence",)}
+    same = {
+        "fsdp": ("fsdp_transpose", *(["expert"] if _is_dense(t) else [])),
+        "tensor": ("tensor_sequence",),
+    }
     for net in ("ici", "dcn"):
         for axis, beside in same.items():
             ours = axis_key(net, axis)
-            words = [word for word in (axis_key(net, other) for other in beside) if (t.number(word) or 1) != 1]
+            words = [
+                word
+                for word in (axis_key(net, other) for other in beside)
+                if (t.number(word) or 1) != 1
+            ]
             sizes = [t.number(word) or 1 for word in (ours, *words)]
             if words:
                 size = -1 if -1 in sizes else math.prod(sizes)
@@ -98,12 +128,19 @@ def _mesh(t: Translation, _: str) -> None:
                     if word in t or word != ours:
                         t.map(word, " x ".join((ours, *words)), **{ours: f"{size:g}"})
     others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
-    if "-1" in [t.settings.get(word, t.text(word)) for word in others] and "dcn_data_parallelism" not in t:
+    if (
+        "-1" in [t.settings.get(word, t.text(word)) for word in others]
+        and "dcn_data_parallelism" not in t
+    ):
         t.drop("dcn_data_parallelism")
 
 
 def _targets(t: Translation, word: str) -> None:
-    found = [ours for there, ours in _TARGETS.items() if re.search(rf"(?<![a-z]){there}(?![a-z0-9])", t.text(word))]
+    found = [
+        ours
+        for there, ours in _TARGETS.items()
+        if re.search(rf"(?<![a-z]){there}(?![a-z0-9])", t.text(word))
+    ]
     if word in t and not found:
         t.refuse(word, f"a pattern of {', '.join(_TARGETS)}", is_essential=True)
     else:
@@ -113,11 +150,20 @@ def _targets(t: Translation, word: str) -> None:
 def _equation(t: Translation) -> tuple[str, str]:
     """Returns the batch as an equation in MaxText's words and in ours."""
     if "batch_size" in t.settings:
-        prompts, answers = t.settings["batch_size"], t.settings.get("num_generations", "num_generations")
+        prompts, answers = (
+            t.settings["batch_size"],
+            t.settings.get("num_generations", "num_generations"),
+        )
         return (f"effective batch = batch_size {prompts} x num_generations {answers}",) * 2
     p, g = t.settings["per_device_batch_size"], t.settings["gradient_accumulation_steps"]
-    there = f"global_batch_to_train = per_device_batch_size {p} x devices x gradient_accumulation_steps {g}"
-    here = f"global_batch_size_to_train_on = per_device_batch_size {p} x devices x gradient_accumulation_steps {g}"
+    there = (
+        f"global_batch_to_train = per_device_batch_size {p} x devices x "
+        f"gradient_accumulation_steps {g}"
+    )
+    here = (
+        f"global_batch_size_to_train_on = per_device_batch_size {p} x devices x "
+        f"gradient_accumulation_steps {g}"
+    )
     return there, here
 
 

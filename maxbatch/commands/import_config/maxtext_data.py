@@ -1,4 +1,6 @@
-"""Rules of MaxText's table on data: pipelines (synthetic, tfds, hf, grain), files and tokenizers."""
+"""Rules of MaxText's table on data: pipelines (synthetic, tfds, hf, grain), files and
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # with the pr
 
 def _kind(t: Translation) -> str:
     """Returns the pipeline; a named data set without one is tfds."""
-    is_named = "dataset_type" not in t and any(word in t for word in ("dataset_path", "dataset_name"))
+    is_named = "dataset_type" not in t and any(
+        word in t for word in ("dataset_path", "dataset_name")
+    )
     return "tfds" if is_named else t.text("dataset_type")
 
 
@@ -32,7 +36,10 @@ def _columns(t: Translation) -> list[str]:
 def _named(t: Translation, _: str) -> None:
     """Explains the pipeline of a named data set without a dataset_type."""
     if "dataset_type" not in t:
-        why = "a data set is named; 0.2.5 reads none of it without dataset_type=tfds, the default before it"
+        why = (
+            "a data set is named; 0.2.5 reads none of it without dataset_type=tfds, the default "
+            "before it"
+        )
         t.map("dataset_type", why, dataset_type=t.settings["dataset_type"])
 
 
@@ -59,7 +66,10 @@ def _pairs(t: Translation, _: str) -> None:
     if "train_data_columns" not in t:
         return
     if set(columns) in ({"chosen", "rejected"}, {"prompt", "chosen", "rejected"}):
-        t.ignore("train_data_columns", "records with chosen and rejected, and perhaps prompt, are read as they are")
+        t.ignore(
+            "train_data_columns",
+            "records with chosen and rejected, and perhaps prompt, are read as they are",
+        )
     elif len(columns) == 3 and {"chosen", "rejected"} < set(columns):
         prompt = next(column for column in columns if column not in ("chosen", "rejected"))
         t.need("train_data_columns", f"rename the field {prompt} of the records to prompt")
@@ -72,7 +82,11 @@ def _of_pipelines(t: Translation, _: str) -> None:
     kind = _kind(t)
     for word in t.left():
         pipeline = word.partition("_")[0]
-        if _PIPELINES.get(pipeline, kind) != kind and word in t and word not in (*KEYS, "hf_access_token"):
+        if (
+            _PIPELINES.get(pipeline, kind) != kind
+            and word in t
+            and word not in (*KEYS, "hf_access_token")
+        ):
             t.ignore(word, f"dataset_type={kind} does not read it")
 
 
@@ -107,11 +121,18 @@ def _hf(t: Translation, _: str) -> None:
         return
     for word in ("hf_train_files", "hf_path", "hf_name", "hf_data_dir", "train_split"):
         if word in t and word == "hf_path" and not files:
-            step = hub_step(name, "dataset") if is_hub_name(name) else f"its {kind} files in that folder"
+            step = (
+                hub_step(name, "dataset")
+                if is_hub_name(name)
+                else f"its {kind} files in that folder"
+            )
             t.need(word, step, dataset_path=path)
         elif word in t:
             t.map(word, dataset_path=path)
-    held_out = t.text("hf_eval_files") or f"{'/'.join(parts)}/*{t.text('hf_eval_split', 'validation')}*.{kind}"
+    held_out = (
+        t.text("hf_eval_files")
+        or f"{'/'.join(parts)}/*{t.text('hf_eval_split', 'validation')}*.{kind}"
+    )
     for word in ("hf_eval_files", "hf_eval_split"):
         if word in t and _has_eval(t):
             t.map(word, eval_dataset_path=held_out)
@@ -142,7 +163,11 @@ def _tokenizer(t: Translation, _: str) -> None:
     t.map("tokenizer_type", tokenizer_type=kind)
     local = re.sub(r"^.*?(?=assets/)|^\$\{?\w+\}?/*", "", path)
     if not path:
-        t.need("tokenizer_path", "the tokenizer of the model at that path", tokenizer_path=f"tokenizers/{name}")
+        t.need(
+            "tokenizer_path",
+            "the tokenizer of the model at that path",
+            tokenizer_path=f"tokenizers/{name}",
+        )
     elif local.startswith("assets/"):
         step = "MaxText's src/maxtext/assets, copied or linked as assets"
         t.need("tokenizer_path", step, tokenizer_path=local)
@@ -166,7 +191,9 @@ DATA_CONDITIONS: Mapping[str, Condition] = {
     "is_synthetic": lambda t, _: _kind(t) == "synthetic",
     "is_tfds": lambda t, _: _kind(t) == "tfds",
     "is_hf": lambda t, _: _kind(t) == "hf",
-    "is_stores": lambda t, _: _kind(t) == "grain" and t.text("grain_file_type") in ("mmap", "mmap_npy"),
+    "is_stores": lambda t, _: (
+        _kind(t) == "grain" and t.text("grain_file_type") in ("mmap", "mmap_npy")
+    ),
     "is_grain": lambda t, _: _kind(t) == "grain",
     "has_eval": lambda t, _: _has_eval(t),
     "has_no_eval": lambda t, _: not _has_eval(t),

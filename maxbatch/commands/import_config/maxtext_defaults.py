@@ -1,6 +1,7 @@
 """MaxText's defaults as of 0.2.5: the config file of each module, and its values.
 
-`tests/helpers/maxtext_defaults.py` writes the table, `maxtext_defaults.txt`, from an installed MaxText.
+`tests/helpers/maxtext_defaults.py` writes the table, `maxtext_defaults.txt`, from an installed
+MaxText.
 """
 
 from __future__ import annotations
@@ -45,8 +46,14 @@ def is_known(word: str) -> bool:
 
 
 def is_default(word: str, value: Stated) -> bool:
-    """Returns whether a word has its default, from base.yml, else a module's file, else its type."""
-    files = [words for section, words in _table().items() if section.endswith((".yml", _TYPES)) and word in words]
+    """Returns whether a word has its default, from base.yml, else a module's file, else its
+    type.
+    """
+    files = [
+        words
+        for section, words in _table().items()
+        if section.endswith((".yml", _TYPES)) and word in words
+    ]
     if word.endswith("_soft_cap") and _plain(value) == "":
         return True  # as 0.0
     return bool(files) and _plain(files[0][word]) == _plain(value)
@@ -76,7 +83,9 @@ def _table() -> Mapping[str, dict[str, Stated]]:
                 word: re.findall(r"[^,]+", text[1:-1]) if text.startswith("[") else text
                 for word, text in settings(lines).items()
             }
-            table[name] = {word: value for word, value in stated.items() if word != "base_config" or not value}
+            table[name] = {
+                word: value for word, value in stated.items() if word != "base_config" or not value
+            }
     return table
 
 

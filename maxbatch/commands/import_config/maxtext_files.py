@@ -17,7 +17,13 @@ from maxbatch.commands.import_config.maxtext_defaults import (
     words_of_model,
 )
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
-from maxbatch.commands.import_config.shell import UNSET, config_file_of, is_config_file, read_command, settings_of
+from maxbatch.commands.import_config.shell import (
+    UNSET,
+    config_file_of,
+    is_config_file,
+    read_command,
+    settings_of,
+)
 from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import presets
@@ -30,10 +36,11 @@ _BLOCKS = ("rl", "lora", "dpo")  # their words are also read without the block's
 
 
 def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
-    """Reads the words of a config, with its `base_config` chain and model, or of a recipe; with notes.
+    """Reads the words of a config, with its `base_config` chain and model, or of a recipe; with
+    notes.
 
-    As in MaxText, a model's own keys override a config file's, and a command's override both. `command` is its number
-    in a recipe, from 1; None: the only one.
+    As in MaxText, a model's own keys override a config file's, and a command's override both.
+    `command` is its number in a recipe, from 1; None: the only one.
     """
     notes: list[str] = []
     named, own = None, dict[str, Stated]()
@@ -44,12 +51,20 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         line = run.arguments
         if len(files := [word for word in line if is_config_file(word)]) > 1:
             both = " and ".join(map(shown, files[:2]))
-            raise ConfigError(f"{shown_path(path)}: a command has the words of {both}, and an import makes one config")
-        own = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
+            raise ConfigError(
+                f"{shown_path(path)}: a command has the words of {both}, and an import makes one "
+                "config"
+            )
+        own = settings_of(
+            [word.lstrip("-") if "=" in word else word for word in line], shown_path(path)
+        )
         own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
         named = config_file_of(line)
         if bare := ", ".join(unset[1] for word in line if (unset := UNSET.fullmatch(word))):
-            notes.append(f"{shown_path(path)} does not set {bare}, which may hold words of the command: none are read")
+            notes.append(
+                f"{shown_path(path)} does not set {bare}, which may hold words of the command: "
+                "none are read"
+            )
         words, note = _words_of_file(path, named, run.program, "per_device_batch_size" in own)
         notes += [note] if note else []
         words = {word: value for word, value in words.items() if not _is_stated(word, own)}
@@ -61,9 +76,14 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
     if name in presets():
         words = _below_model(words, name)
     else:
-        folders = [path.parent, *([Path(named).parent] if named and Path(named).is_absolute() else [])]
+        folders = [
+            path.parent,
+            *([Path(named).parent] if named and Path(named).is_absolute() else []),
+        ]
         plain = name.replace("-Instruct", "")
-        model = next(filter(None, (_near(folder, f"models/{plain}.yml") for folder in folders)), None)
+        model = next(
+            filter(None, (_near(folder, f"models/{plain}.yml") for folder in folders)), None
+        )
         if model is None:
             return words | own, notes
         if model.resolve() != path.resolve():
@@ -90,7 +110,9 @@ def _as_list(name: str, value: Stated) -> Stated:
     return [single or double or bare.strip() for single, double, bare in items]
 
 
-def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) -> tuple[dict[str, Stated], str]:
+def _words_of_file(
+    path: Path, named: str | None, program: str, is_alone: bool
+) -> tuple[dict[str, Stated], str]:
     """Returns the words of a command's config file, and a note on their origin.
 
     Args:
@@ -102,7 +124,9 @@ def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) 
     if named is None:
         file = file_of_module(program)
         note = (
-            f"{program} reads MaxText's {file} where no file is named: its values as of 0.2.5" if file != BASE else ""
+            f"{program} reads MaxText's {file} where no file is named: its values as of 0.2.5"
+            if file != BASE
+            else ""
         )
         return dict(values_of(file) or {}), note
     place = Path(os.path.expanduser(named))
@@ -116,7 +140,11 @@ def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) 
 
 def _of_base(path: Path) -> dict[str, Stated]:
     """Returns the words of a base.yml with other values than MaxText's."""
-    return {word: value for word, value in read_yaml(path).items() if is_known(word) and not is_default(word, value)}
+    return {
+        word: value
+        for word, value in read_yaml(path).items()
+        if is_known(word) and not is_default(word, value)
+    }
 
 
 def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
@@ -133,7 +161,11 @@ def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
 def _near(folder: Path, name: str) -> Path | None:
     """Finds a MaxText config in a folder or above it; None if there is none."""
     for above in [folder, *folder.resolve().parents][:8]:
-        for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
+        for tried in (
+            above / name,
+            above / "configs" / name,
+            above / "src" / "maxtext" / "configs" / name,
+        ):
             if os.path.isfile(tried):  # False for an invalid name
                 return tried
     return None
@@ -143,8 +175,9 @@ def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
     """Returns the config file named by a command, or None, and a note on the origin of its words.
 
     Raises:
-      ConfigError: the file is missing, its values are unknown, and it may state the task, the model or the batch: it is
-        MaxText's own (below `configs`), or the command does not state the batch.
+      ConfigError: the file is missing, its values are unknown, and it may state the task, the model
+        or the batch: it is MaxText's own (below `configs`), or the command does not state the
+        batch.
     """
     beside = _near(folder, re.sub(r"^.*configs/+|^\W*", "", named))
     if beside is not None:
@@ -152,7 +185,11 @@ def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
     configs = next((above for above in folder.resolve().parents if above.name == "configs"), None)
     found = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
     if len(found) == 1:
-        return found[0], f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of that name"
+        return (
+            found[0],
+            f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of "
+            "that name",
+        )
     absent = f"{shown_path(named)} is not beside {shown_path(folder)}"
     if values_of(named) is not None:
         return None, f"{absent}: its values are MaxText's as of 0.2.5"
@@ -169,9 +206,13 @@ def _chain(path: Path) -> dict[str, Stated]:
     at: Path | None = path
     while at is not None:
         if len(seen) == _MOST_BASES:
-            raise ConfigError(f"base_config={shown_path(at)}: a chain has at most {_MOST_BASES} files")
+            raise ConfigError(
+                f"base_config={shown_path(at)}: a chain has at most {_MOST_BASES} files"
+            )
         if at.resolve() in seen:
-            raise ConfigError(f"base_config={shown_path(at)}: must not lead back to a file of its own chain")
+            raise ConfigError(
+                f"base_config={shown_path(at)}: must not lead back to a file of its own chain"
+            )
         seen.append(at.resolve())
         stated = read_yaml(at) if at.name != BASE else _of_base(at)
         base = stated.pop("base_config", "")
@@ -179,5 +220,7 @@ def _chain(path: Path) -> dict[str, Stated]:
         name = base if isinstance(base, str) and base.lower() not in NULLS else ""
         at = _near(path.parent, name) if name else None
         if name and at is None and Path(name).name != BASE:  # its values are known
-            raise ConfigError(f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there")
+            raise ConfigError(
+                f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there"
+            )
     return words

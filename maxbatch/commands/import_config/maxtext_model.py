@@ -15,18 +15,27 @@ from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
-    name for name, family in FAMILIES.items() if family.always_normalises and not family.has_experts_beside_mlp
+    name
+    for name, family in FAMILIES.items()
+    if family.always_normalises and not family.has_experts_beside_mlp
 )
 _ACTIVATIONS = KEYS["mlp_activations"].choices
 _GEMMA_IS_STORED = (
-    "its embedding holds sqrt(base_emb_dim) times ours there and its norms 1 + ours, so an optimizer moves and decays "
-    "them differently"
+    "its embedding holds sqrt(base_emb_dim) times ours there and its norms 1 + ours, so an "
+    "optimizer moves and decays them differently"
 )
 _DEFAULTS = {
-    "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
-    "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
-    "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
-}  # fmt: skip
+    "base_emb_dim": "2048",
+    "base_num_query_heads": "16",
+    "base_num_kv_heads": "16",
+    "base_mlp_dim": "7168",
+    "base_num_decoder_layers": "16",
+    "head_dim": "128",
+    "vocab_size": "32000",
+    "logits_via_embedding": "false",
+    "normalization_layer_epsilon": "1e-5",
+    "rope_max_timescale": "10000",
+}
 
 
 def is_preset(t: Translation, _: str) -> bool:
@@ -41,7 +50,9 @@ def _dimensions(t: Translation, _: str) -> None:
 
 
 def _scale(t: Translation) -> None:
-    """Takes the factor of all dimensions: powers of 2 go in turn to heads and MLP, width, and layers."""
+    """Takes the factor of all dimensions: powers of 2 go in turn to heads and MLP, width, and
+    layers.
+    """
     scale = t.number("global_parameter_scale") or 1.0
     if scale <= 1:
         return
@@ -50,8 +61,13 @@ def _scale(t: Translation) -> None:
         return
     each, rest = divmod(int(scale).bit_length() - 1, 3)
     heads, width = each + (rest > 0), each + (rest > 1)
-    powers = {"base_emb_dim": width, "base_num_query_heads": heads, "base_num_kv_heads": heads, "base_mlp_dim": heads,
-              "base_num_decoder_layers": each}  # fmt: skip
+    powers = {
+        "base_emb_dim": width,
+        "base_num_query_heads": heads,
+        "base_num_kv_heads": heads,
+        "base_mlp_dim": heads,
+        "base_num_decoder_layers": each,
+    }
     scaled: dict[str, str] = {}
     for word, power in powers.items():
         number = t.number(word) if word in t else float(_DEFAULTS[word])
@@ -69,7 +85,9 @@ def _no_family(t: Translation, word: str) -> None:
 
 
 def _pattern(t: Translation, word: str) -> None:
-    """Takes a block with a fixed pattern of windows, which attention_type does not state in MaxText."""
+    """Takes a block with a fixed pattern of windows, which attention_type does not state in
+    MaxText.
+    """
     block = t.text(word)
     why = _GEMMA_IS_STORED if block in ("gemma2", "gemma3") else ""
     t.map(word, why, decoder_block=block, attention_type=FAMILIES[block].attention_type)
@@ -98,25 +116,30 @@ def _activation(t: Translation) -> str:
 
 
 def _is_original_length(t: Translation, _: str) -> bool:
-    stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
+    stated, original = (
+        t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings")
+    )
     return stated is not None and stated <= (original or 4096)
 
 
 def _is_cycle(t: Translation, word: str) -> bool:
     """Returns whether layers repeat after the stated number of them."""
     cycle, experts, unrotated = (
-        int(t.number(name) or 1) for name in (word, "interleave_moe_layer_step", "nope_layer_interval")
+        int(t.number(name) or 1)
+        for name in (word, "interleave_moe_layer_step", "nope_layer_interval")
     )
     return cycle % math.lcm(max(1, experts), max(1, unrotated)) == 0
 
 
-# Families whose layers there leave the scale of scores in the query weights (`layers/attentions.py`, `depth_scaling`).
+# Families whose layers there leave the scale of scores in the query weights
+# (`layers/attentions.py`, `depth_scaling`).
 _SCALING = ("llama2", "mistral", "mixtral", "gemma", "gemma2")
 
 
 def _scales_queries(t: Translation, _: str) -> bool:
     """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
-    if t.text("use_qk_norm").lower() == "true":  # a word with our name, which is mapped after the table's rows
+    # a word with our name, which is mapped after the table's rows
+    if t.text("use_qk_norm").lower() == "true":
         return False
     name = t.settings.get("model_name", "default")
     if name in presets():
@@ -130,9 +153,12 @@ def _scales_queries(t: Translation, _: str) -> bool:
 
 
 MODEL_RULES: Mapping[str, Rule] = {
-    "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern,
-    "double_layers": _double_layers, "activations": _activations,
-}  # fmt: skip
+    "dimensions": _dimensions,
+    "no_family": _no_family,
+    "pattern": _pattern,
+    "double_layers": _double_layers,
+    "activations": _activations,
+}
 MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_preset": is_preset,
     "scales_queries": _scales_queries,
@@ -146,9 +172,13 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_interleaved": lambda t, word: t.text(word, "true").lower() == "true",
     "is_cycle": _is_cycle,
     "is_e2b": lambda t, _: t.text("model_name") == "gemma4-e2b",
-    "is_twice": lambda t, word: t.number(word) == 2 * (t.number("head_dim") or float(_DEFAULTS["head_dim"])),
+    "is_twice": lambda t, word: (
+        t.number(word) == 2 * (t.number("head_dim") or float(_DEFAULTS["head_dim"]))
+    ),
     "is_vocabulary": lambda t, word: t.number(word) == t.number("vocab_size"),
     "is_original_length": _is_original_length,
     "is_attended": lambda t, word: t.number(word) == t.number("attention_output_dim"),
-    "is_as_wide_as_keys": lambda t, word: (t.number(word) or 128) == (t.number("gdn_key_head_dim") or 128),
+    "is_as_wide_as_keys": lambda t, word: (
+        (t.number(word) or 128) == (t.number("gdn_key_head_dim") or 128)
+    ),
 }

@@ -1,4 +1,5 @@
-"""Rules of MaxText's table on reinforcement learning (`train_rl`): its batch of prompts, length, data and rewards.
+"""Rules of MaxText's table on reinforcement learning (`train_rl`): its batch of prompts, length,
+data and rewards.
 
 Facts from MaxText's `configs/post_train/rl.yml` and its documentation of the batch size.
 """
@@ -21,7 +22,8 @@ from maxbatch.system.errors import ConfigError
 
 _BLOCK = "rl."
 _OF_BLOCK = ("eval_batch_size", "train_split", "eval_split")  # words missing in the table of words
-_LENGTHS = ("num_batches", "num_iterations", "train_fraction", "num_epoch")  # their product is the number of updates
+# their product is the number of updates
+_LENGTHS = ("num_batches", "num_iterations", "train_fraction", "num_epoch")
 
 
 def _is_rl(t: Translation, _: str) -> bool:
@@ -45,7 +47,9 @@ def _pretraining(t: Translation, _: str) -> None:
 
 
 def _sampling_mesh(t: Translation, _: str) -> None:
-    """Takes the sampling mesh's expert axis as part of its tensor axis, which splits experts too."""
+    """Takes the sampling mesh's expert axis as part of its tensor axis, which splits experts
+    too.
+    """
     tensor, expert = "rollout_tensor_parallelism", "rollout_expert_parallelism"
     sizes = [_number(t, name) for name in (tensor, expert) if name in t]
     product = -1 if -1 in sizes else math.prod(sizes)
@@ -72,7 +76,9 @@ def _held_out(t: Translation, word: str) -> None:
     rows = _number(t, "eval_batch_size")
     prompts = int(batches * (rows if rows > 0 else _number(t, "batch_size"))) - int(start)
     if prompts > 0:
-        t.map(word, "num_test_batches x eval_batch_size held-out prompts", eval_samples=str(prompts))
+        t.map(
+            word, "num_test_batches x eval_batch_size held-out prompts", eval_samples=str(prompts)
+        )
     else:
         t.map(word, "no held-out prompts are read", eval_interval="-1")
 
@@ -94,7 +100,9 @@ def _files(t: Translation, _: str) -> None:
             continue
         path = "/".join(filter(None, (source, subset, f"{t.text(split)}*.parquet")))
         settings = {"dataset_type": "parquet", key: path}
-        step = hub_step(source, "dataset") if is_hub_name(source) else "its parquet files at that path"
+        step = (
+            hub_step(source, "dataset") if is_hub_name(source) else "its parquet files at that path"
+        )
         t.need(word, step, **settings)
         t.map(split, **{key: path})
     if subset and t.is_left("hf_subset"):
@@ -114,15 +122,25 @@ def _template(t: Translation, word: str) -> None:
 
 
 def _rewards(t: Translation, word: str) -> None:
-    functions = [name.strip() for name in t.text("reward_functions").split(",") if name.strip()] or ["score"]
+    functions = [
+        name.strip() for name in t.text("reward_functions").split(",") if name.strip()
+    ] or ["score"]
     take_rewards(t, word, t.text(word) if word in t else "rewards.py", functions)
 
 
 RL_RULES: Mapping[str, Rule] = {
-    "unblock": _unblock, "pretraining": _pretraining, "sampling_mesh": _sampling_mesh, "updates": _updates,
-    "held_out": _held_out, "files": _files, "tokenizer": _tokenizer, "template": _template, "rewards": _rewards,
-    "drop": lambda t, word: t.drop(word), "router": without_balance,
-}  # fmt: skip
+    "unblock": _unblock,
+    "pretraining": _pretraining,
+    "sampling_mesh": _sampling_mesh,
+    "updates": _updates,
+    "held_out": _held_out,
+    "files": _files,
+    "tokenizer": _tokenizer,
+    "template": _template,
+    "rewards": _rewards,
+    "drop": lambda t, word: t.drop(word),
+    "router": without_balance,
+}
 RL_CONDITIONS: Mapping[str, Condition] = {
     "is_rl": _is_rl,
     "starts_later": lambda t, word: bool(t.number(word)),

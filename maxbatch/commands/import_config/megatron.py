@@ -14,17 +14,39 @@ from maxbatch.config.words.convert import rampup_schedule, read_number
 
 # Megatron-LM's words by NeMo's, the last name of a path.
 _NEMO = {
-    "max_steps": "train_iters", "gradient_clip_val": "clip_grad", "encoder_seq_length": "seq_length",
-    "hidden_size": "hidden_size", "name": "optimizer", "val_check_interval": "eval_interval",
-    "limit_val_batches": "eval_iters", "log_every_n_steps": "log_interval", "lr": "lr", "min_lr": "min_lr",
-    "warmup_steps": "lr_warmup_iters", "splits_string": "split", "data_prefix": "data_path",
-    "explicit_log_dir": "save", "exp_dir": "save", "betas": "betas",
-}  # fmt: skip
-_SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear", "WSD": "WSD",
-              "WarmupDecay": "linear"}  # fmt: skip
+    "max_steps": "train_iters",
+    "gradient_clip_val": "clip_grad",
+    "encoder_seq_length": "seq_length",
+    "hidden_size": "hidden_size",
+    "name": "optimizer",
+    "val_check_interval": "eval_interval",
+    "limit_val_batches": "eval_iters",
+    "log_every_n_steps": "log_interval",
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "warmup_steps": "lr_warmup_iters",
+    "splits_string": "split",
+    "data_prefix": "data_path",
+    "explicit_log_dir": "save",
+    "exp_dir": "save",
+    "betas": "betas",
+}
+_SCHEDULES = {
+    "CosineAnnealing": "cosine",
+    "cosine": "cosine",
+    "constant": "constant",
+    "linear": "linear",
+    "WSD": "WSD",
+    "WarmupDecay": "linear",
+}
 
 # Scope of its balance loss: a device's rows in a pass (nearest here: a row), each row, or all.
-_SCOPES = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": ""}
+_SCOPES = {
+    "aux_loss": "sequence",
+    "seq_aux_loss": "sequence",
+    "global_aux_loss": "global",
+    "none": "",
+}
 
 
 def is_of_nemo(words: Iterable[str]) -> bool:
@@ -48,8 +70,9 @@ def _nemo(t: Translation, _: str) -> None:
 def _batch(t: Translation, _: str) -> None:
     """Takes micro-batch, global batch and ramp.
 
-    One of its micro-batches is the rows of a replica. Where the global batch is stated, a pass here has one of them for
-    each stage of the pipeline, so that the parts in the pipeline are its micro-batches.
+    One of its micro-batches is the rows of a replica. Where the global batch is stated, a pass here
+    has one of them for each stage of the pipeline, so that the parts in the pipeline are its
+    micro-batches.
     """
     micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
     is_stated = bool(batch) or "step_batch_size_schedule" in t
@@ -59,7 +82,11 @@ def _batch(t: Translation, _: str) -> None:
         stages = int(t.settings.get("ici_pipeline_parallelism", "1"))
         in_pass = stages if is_stated else 1
         rows = plain_number(Fraction(int(micro)) * in_pass / t.replica)
-        why = "; ".join(filter(None, (t.replica_in_words(), f"{stages} micro-batches in a pass" * (in_pass > 1))))
+        why = "; ".join(
+            filter(
+                None, (t.replica_in_words(), f"{stages} micro-batches in a pass" * (in_pass > 1))
+            )
+        )
         t.map("micro_batch_size", why, per_device_batch_size=str(rows))
     ramp = t.items("rampup_batch_size")
     if len(ramp) == 1:
@@ -68,13 +95,21 @@ def _batch(t: Translation, _: str) -> None:
         start, rise, samples = map(int, ramp)
         schedule = rampup_schedule(start, rise, samples, int(batch))
         if schedule is None:
-            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", is_essential=True)
+            t.refuse(
+                "rampup_batch_size",
+                "whole steps from its start to the global batch",
+                is_essential=True,
+            )
         else:
             t.map("rampup_batch_size", "thresholds in samples", batch_size_schedule=schedule)
             t.ignore("global_batch_size", "the last batch of the schedule")
             return
     elif "rampup_batch_size" in t:
-        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", is_essential=True)
+        t.refuse(
+            "rampup_batch_size",
+            "START INCREMENT SAMPLES beside global_batch_size",
+            is_essential=True,
+        )
     if "step_batch_size_schedule" in t:
         _step_schedule(t)
     elif batch:
@@ -84,7 +119,9 @@ def _batch(t: Translation, _: str) -> None:
 
 
 def _step_schedule(t: Translation) -> None:
-    """Takes the schedule of steps; Megatron-LM sorts it, and counts thresholds in tokens, as whole samples."""
+    """Takes the schedule of steps; Megatron-LM sorts it, and counts thresholds in tokens, as whole
+    samples.
+    """
     word, length = "step_batch_size_schedule", t.number("seq_length")
     pairs = [entry.partition(":") for entry in t.text(word).replace(",", " ").split()]
     numbers = [(_counted(threshold), _counted(batch)) for threshold, _, batch in pairs]
@@ -92,16 +129,28 @@ def _step_schedule(t: Translation) -> None:
         t.refuse(word, "TOKENS:BATCH ..., with suffixes K, M, B and T", is_essential=True)
         return
     tokens_of_unit, unit = (int(length), "") if length else (1, "t")
-    stages = sorted((threshold // tokens_of_unit, batch) for threshold, batch in numbers if threshold is not None)
+    stages = sorted(
+        (threshold // tokens_of_unit, batch)
+        for threshold, batch in numbers
+        if threshold is not None
+    )
     thresholds = [threshold for threshold, _ in stages]
     if thresholds[0] != 0 or len(set(thresholds)) < len(thresholds):
         t.refuse(word, "thresholds that differ by samples, the first 0", is_essential=True)
         return
-    schedule = " ".join(f"{threshold}{unit if threshold else ''}:{batch}" for threshold, batch in stages)
-    why = "thresholds in samples: tokens / seq_length, rounded down as there" if length else "thresholds in tokens"
+    schedule = " ".join(
+        f"{threshold}{unit if threshold else ''}:{batch}" for threshold, batch in stages
+    )
+    why = (
+        "thresholds in samples: tokens / seq_length, rounded down as there"
+        if length
+        else "thresholds in tokens"
+    )
     t.map(word, why, batch_size_schedule=schedule)
     if "global_batch_size" in t:
-        t.refuse("global_batch_size", f"one of it and {word}, as Megatron-LM asks too", is_essential=True)
+        t.refuse(
+            "global_batch_size", f"one of it and {word}, as Megatron-LM asks too", is_essential=True
+        )
 
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -134,15 +183,23 @@ def _rates(t: Translation, _: str) -> None:
     share = _warmup(t, total)
     peak, last = t.number("lr"), t.number("min_lr")
     if peak and last is not None:
-        t.map("min_lr", "last rate / peak", learning_rate_final_fraction=f"{min(1.0, last / peak):.12g}")
+        t.map(
+            "min_lr",
+            "last rate / peak",
+            learning_rate_final_fraction=f"{min(1.0, last / peak):.12g}",
+        )
     else:
         t.settings["learning_rate_final_fraction"] = "0"
     kind = _SCHEDULES.get(t.text("lr_decay_style"), "")
     if kind in ("cosine", "constant"):
         t.map("lr_decay_style", learning_rate_schedule=kind)
     elif kind == "linear":
-        t.map("lr_decay_style", "linear from the warmup to the end", learning_rate_schedule="wsd",
-              wsd_decay_steps_fraction=f"{1 - share:.12g}")  # fmt: skip
+        t.map(
+            "lr_decay_style",
+            "linear from the warmup to the end",
+            learning_rate_schedule="wsd",
+            wsd_decay_steps_fraction=f"{1 - share:.12g}",
+        )
     elif kind == "WSD":
         t.map("lr_decay_style", learning_rate_schedule="wsd")
         for unit in ("iters", "samples"):
@@ -166,7 +223,11 @@ def _warmup(t: Translation, total: tuple[str, float] | None) -> float:
         number = t.number(f"lr_warmup_{unit}")
         if number is not None and total and total[0] == unit:
             share = min(1.0, number / total[1])
-            t.map(f"lr_warmup_{unit}", f"warmup {unit} / {unit}", warmup_steps_fraction=f"{share:.12g}")
+            t.map(
+                f"lr_warmup_{unit}",
+                f"warmup {unit} / {unit}",
+                warmup_steps_fraction=f"{share:.12g}",
+            )
             return share
     t.settings["warmup_steps_fraction"] = "0"
     return 0.0
@@ -185,14 +246,17 @@ def _dimensions(t: Translation, _: str) -> None:
 
 
 def _family(t: Translation, _: str) -> None:
-    """Takes the experts; the router is Mixtral's, unless it normalises the scores of all experts first.
+    """Takes the experts; the router is Mixtral's, unless it normalises the scores of all experts
+    first.
 
     Megatron-LM sums losses over layers (`router.py`); here they are a mean over the layers.
     """
     word = "num_experts" if "num_experts" in t else "num_moe_experts"
     is_first = t.is_true("moe_router_pre_softmax")
     family, why = (
-        ("olmoe", "weights that are not normalised") if is_first else ("mixtral", "weights of the chosen alone")
+        ("olmoe", "weights that are not normalised")
+        if is_first
+        else ("mixtral", "weights of the chosen alone")
     )
     form = {"decoder_block": family, "norm_topk_prob": "false" if is_first else "true"}
     t.map(word, f"in the form of {family}: {why}", num_experts=t.text(word), **form)
@@ -204,7 +268,10 @@ def _losses(t: Translation, _: str) -> None:
     if scope is None:
         t.refuse("moe_router_load_balancing_type", " | ".join(_SCOPES))
     elif "moe_router_load_balancing_type" in t:
-        t.ignore("moe_router_load_balancing_type", f"load_balance_scope={scope}" if scope else "no balance loss")
+        t.ignore(
+            "moe_router_load_balancing_type",
+            f"load_balance_scope={scope}" if scope else "no balance loss",
+        )
     why = "x num_layers: a sum over layers there, a mean here"
     balance, squares = t.number("moe_aux_loss_coeff"), t.number("moe_z_loss_coeff")
     if balance and layers and scope:
@@ -239,7 +306,9 @@ def _data(t: Translation, word: str) -> None:
         if len(items) % 2 or not all(read_number(weight) for weight in weights):
             t.refuse(word, "one prefix, or a weight before each", is_essential=True)
             return
-        path = ";".join(f"{name},{weight}" for name, weight in zip(items[1::2], weights, strict=True))
+        path = ";".join(
+            f"{name},{weight}" for name, weight in zip(items[1::2], weights, strict=True)
+        )
     why = "read in place; documents are cut into rows before shuffling, so the rows differ"
     t.map(word, why, dataset_path=path, dataset_type="megatron")
 
@@ -250,8 +319,13 @@ def _equation(t: Translation) -> tuple[str, str]:
     batch = t.settings.get("global_batch_size") or t.settings.get("batch_size_schedule", "")
     micro = t.text("micro_batch_size")
     if not batch:
-        size = "data-parallel size" if t.replica == 1 else f"data-parallel size (GPUs / {t.replica})"
-        return f"global batch = micro-batch-size {micro} x {size}", f"per_device_batch_size {p} x devices"
+        size = (
+            "data-parallel size" if t.replica == 1 else f"data-parallel size (GPUs / {t.replica})"
+        )
+        return (
+            f"global batch = micro-batch-size {micro} x {size}",
+            f"per_device_batch_size {p} x devices",
+        )
     batch = shown(batch)
     there = f"global batch {batch} = micro-batch-size {micro} x data-parallel size x microbatches"
     name = "global_batch_size" if "global_batch_size" in t.settings else "batch_size_schedule"
@@ -262,17 +336,27 @@ FORMAT = Format(
     "megatron",
     _equation,
     {
-        "nemo": _nemo, "batch": _batch, "length": _length, "rates": _rates, "dimensions": _dimensions,
-        "family": _family, "losses": _losses, "split": _split, "data": _data,
+        "nemo": _nemo,
+        "batch": _batch,
+        "length": _length,
+        "rates": _rates,
+        "dimensions": _dimensions,
+        "family": _family,
+        "losses": _losses,
+        "split": _split,
+        "data": _data,
     },
     {
         "is_full": lambda t, _: (
-            (t.text("recompute_granularity") or t.text("activations_checkpoint_granularity")) == "full"
+            (t.text("recompute_granularity") or t.text("activations_checkpoint_granularity"))
+            == "full"
         ),
         "is_rmsnorm": lambda t, word: t.text(word).lower() == "rmsnorm",
-        "is_of_numbers": lambda t, word: all(part.replace(".", "", 1).isdigit() for part in _parts(t, word)),
+        "is_of_numbers": lambda t, word: all(
+            part.replace(".", "", 1).isdigit() for part in _parts(t, word)
+        ),
         "is_saved_there": lambda t, word: t.text(word) == t.text("save"),
     },
     TRAINER,
-)  # fmt: skip
+)
 NEMO = Format("nemo", _equation, {}, parent=FORMAT)

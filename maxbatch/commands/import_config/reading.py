@@ -31,7 +31,11 @@ def is_yaml(path: Path) -> bool:
 def text_of(path: Path) -> str:
     """Reads a text file; raises ConfigError if it is unreadable or larger than MOST_BYTES."""
     with reading(shown_path(path)):
-        return read_text(path, shown_path(path), MOST_BYTES).removeprefix("\ufeff").replace("\r\n", "\n")
+        return (
+            read_text(path, shown_path(path), MOST_BYTES)
+            .removeprefix("\ufeff")
+            .replace("\r\n", "\n")
+        )
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:
@@ -72,17 +76,25 @@ def _flat_table(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple
         else:
             yield (
                 f"{prefix}{name}",
-                str(value).lower() if isinstance(value, bool) else "" if value == {} else str(value),
+                str(value).lower()
+                if isinstance(value, bool)
+                else ""
+                if value == {}
+                else str(value),
             )
 
 
 def state(found: dict[str, Stated], word: str, value: Stated, where: str) -> None:
-    """Adds a word to `found`; raises ConfigError, with `where` in front, for too many words or a repeated one."""
+    """Adds a word to `found`; raises ConfigError, with `where` in front, for too many words or a
+    repeated one.
+    """
     if word in found and found[word] != value:
         raise _two_values(where, word, found[word], value)
     found[word] = value
     if len(found) > _MOST_WORDS:
-        raise ConfigError(f"{where}: states more than {_MOST_WORDS:,} words, the most that are read")
+        raise ConfigError(
+            f"{where}: states more than {_MOST_WORDS:,} words, the most that are read"
+        )
 
 
 def _two_values(where: str, word: str, *values: object) -> ConfigError:
@@ -99,7 +111,9 @@ def renamed(words: Mapping[str, Stated], where: str) -> dict[str, Stated]:
     return found
 
 
-def _flat(node: yaml.MappingNode, where: str, prefix: str = "", merged: bool = False) -> Iterator[tuple[str, Stated]]:
+def _flat(
+    node: yaml.MappingNode, where: str, prefix: str = "", merged: bool = False
+) -> Iterator[tuple[str, Stated]]:
     text = Merged if merged else str
     for name, value in _pairs(node, where):
         word = f"{prefix}{name}"
@@ -131,7 +145,9 @@ def _pairs(node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node]
         if name not in seen:
             seen[name] = value
             yield name, value
-        elif (values := (_plain(seen[name], where), _plain(value, where))) and values[0] != values[1]:
+        elif (values := (_plain(seen[name], where), _plain(value, where))) and values[0] != values[
+            1
+        ]:
             raise _two_values(_line(where, name_node), name, *values)
 
 

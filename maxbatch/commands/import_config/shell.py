@@ -17,9 +17,13 @@ from maxbatch.system.errors import ConfigError
 # $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}, ${NAME:+other}; a default may hold others
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=?+])|(?=\})))")
 _OUTPUT = re.compile(r"\$\(\s*(?!\()(\w+)[^()]*\)|`\s*(\w+)[^`]*`")  # $(date +%F)
-_PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S)  # a heredoc
+# a heredoc
+_PYTHON = re.compile(
+    r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S
+)
 _OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
-_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z\"][\w .|\"\-]*|)>")  # gs://<MY-BUCKET>, to be filled in
+# gs://<MY-BUCKET>, to be filled in
+_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z\"][\w .|\"\-]*|)>")
 _NOT_OF_NAME = re.compile(r"\W+")
 _PLACED = re.compile("\ue000(\\w+)\ue001")  # a place, with its name marked as no variable
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
@@ -28,10 +32,12 @@ _TERM = re.compile(r"\s*([*+\-]?)\s*(?:(\d{1,18})|\$?\{?([A-Za-z_]\w{0,63})\}?)\
 _INTEGER = re.compile(r"[0-9]{1,18}")
 _QUOTED = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.'
 _QUOTE_OR_COMMENT = re.compile(rf"{_QUOTED}|(?:^|(?<=\s))#[^\n]*", re.M | re.S)
-# Separators in a line: the end of a command, or a redirection with its target; not in quotes or substitutions.
+# Separators in a line: the end of a command, or a redirection with its target; not in quotes or
+# substitutions.
 _WHOLE = rf"{_QUOTED}|\$?\(\((?:[^()]|\([^()]*\))*\)\)|\$\([^()]*\)|\$\{{[^{{}}]*\}}|`[^`]*`"
 _PARTS = re.compile(
-    rf"(?P<whole>{_WHOLE})|(?P<to>(?:(?<!\S)\d+)?&?[<>]+[&|]?[ \t]*(?:{_WHOLE}|[^\s;&|<>])*)|(?P<end>[;&|]+)", re.S
+    rf"(?P<whole>{_WHOLE})|(?P<to>(?:(?<!\S)\d+)?&?[<>]+[&|]?[ \t]*(?:{_WHOLE}|[^\s;&|<>])*)|(?P<end>[;&|]+)",
+    re.S,
 )
 _NAME = r"^[ \t]*(?:export\s+|declare -a\s+)?([A-Za-z_]\w*)(\+?)="
 _ARRAY = re.compile(_NAME + r"\(((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*)\)", re.M)
@@ -64,7 +70,11 @@ class Command(NamedTuple):
     def processes(self, where: str) -> int | None:
         """Returns the processes on all machines according to the launcher; None if not stated."""
         stated = settings_of((self.start or self.arguments)[:-1], where)
-        for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
+        for of_node, nodes in (
+            ("num_processes", ""),
+            ("nproc_per_node", "nnodes"),
+            ("num_gpus", "num_nodes"),
+        ):
             texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
             if all(_INTEGER.fullmatch(text) for text in texts):
                 return math.prod(map(int, texts))
@@ -72,26 +82,37 @@ class Command(NamedTuple):
 
 
 def read_command(path: Path, number: int | None = None) -> Command:
-    """Reads the training command of a shell file, or its loose settings: lines of flags or `key=value`.
+    """Reads the training command of a shell file, or its loose settings: lines of flags or
+    `key=value`.
 
-    Expands variables and arrays that the file sets or that have a default. `number` is that of the training command,
-    from 1; None: the only one.
+    Expands variables and arrays that the file sets or that have a default. `number` is that of the
+    training command, from 1; None: the only one.
 
     Raises:
-      ConfigError: several commands train with different settings and `number` is None, there is no such command, or the
-        file exceeds a bound.
+      ConfigError: several commands train with different settings and `number` is None, there is no
+        such command, or the file exceeds a bound.
     """
     script = _Script(path)
     commands = _training(script)
     if not commands and script.commands:
         program = shown(_command(script.commands[0]).program)
-        raise ConfigError(f"{shown_path(path)}: no command of it trains; {program} is another program of MaxText's")
+        raise ConfigError(
+            f"{shown_path(path)}: no command of it trains; {program} is another program of "
+            "MaxText's"
+        )
     if not commands and script.spaced:
-        raise ConfigError(f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value")
+        raise ConfigError(
+            f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value"
+        )
     found = commands or [Command([], script.loose)]
     if number is not None and number > len(found):
-        raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
-    if number is None and any(_of_run(one.arguments) != _of_run(found[0].arguments) for one in found):
+        raise ConfigError(
+            f"--command {number}: {shown_path(path)} has {len(found)}; works: --command "
+            f"{len(found)}"
+        )
+    if number is None and any(
+        _of_run(one.arguments) != _of_run(found[0].arguments) for one in found
+    ):
         texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands)
         named = first_of([f"{i}: {text}" for i, text in enumerate(texts, 1)], 8, ";")
         rule = f"{len(commands)} commands train, and an import makes one config"
@@ -107,8 +128,12 @@ def commands_of(path: Path) -> list[Command]:
 def _training(script: _Script) -> list[Command]:
     """Returns the commands recognised as training; if none, all but MaxText's other programs."""
     commands = map(_command, script.commands)
-    able = [one for one in commands if "train" in one.program or not _OF_MAXTEXT.search(one.program)]
-    return [one for one in able if any("train" in word for word in (*one.start, *one.arguments))] or able
+    able = [
+        one for one in commands if "train" in one.program or not _OF_MAXTEXT.search(one.program)
+    ]
+    return [
+        one for one in able if any("train" in word for word in (*one.start, *one.arguments))
+    ] or able
 
 
 class _Script:
@@ -122,10 +147,14 @@ class _Script:
         self._variables = {str(i): text for i, text in enumerate(arguments, 1)}
         self._expanded = 0  # characters expanded so far
         self._outputs: set[str] = set()  # names of programs whose output is unknown
-        self._branches: list[tuple[bool | None, bool]] = []  # per open `if`: is this branch taken, was an earlier one
+        # per open `if`: is this branch taken, was an earlier one
+        self._branches: list[tuple[bool | None, bool]] = []
         for number, line in enumerate(_lines(text_of(path))):
             if number == _MOST_LINES:
-                raise ConfigError(f"{shown_path(path)}: has more than {_MOST_LINES:,} commands, the most that are read")
+                raise ConfigError(
+                    f"{shown_path(path)}: has more than {_MOST_LINES:,} commands, the most that "
+                    "are read"
+                )
             self._take(self._taken(line))
         self.commands = [[_named(word) for word in words] for words in self.commands]
         self.loose = [_named(word) for word in self.loose]
@@ -150,8 +179,12 @@ class _Script:
                 self._assign(assigned)
 
     def _take_command(self, words: list[str], text: str) -> None:
-        """Keeps a command that may train, or the commands nested in its text (`eval`, `bash -c`, `--command`)."""
-        called = next((i for i, word in enumerate(words[:2]) if word.endswith((".sh", ".bash"))), None)
+        """Keeps a command that may train, or the commands nested in its text (`eval`, `bash -c`,
+        `--command`).
+        """
+        called = next(
+            (i for i, word in enumerate(words[:2]) if word.endswith((".sh", ".bash"))), None
+        )
         if called is not None and self._depth < _MOST_CALLS:
             script = self._path.parent / Path(words[called]).name
             if script.is_file():
@@ -166,20 +199,25 @@ class _Script:
         if words[0] in ("echo", "printf"):
             return  # printed, not run
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
-        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words)
+        trains = any(
+            re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words
+        )
         if has_settings and trains and "install" not in words[:5]:
             self.commands.append(words)
 
     def _words(self, line: str) -> list[str]:
         if len(line) > _MOST_OF_LINE:
             raise ConfigError(
-                f"{shown_path(self._path)}: a command has more than {_MOST_OF_LINE:,} characters: {shown(line)}"
+                f"{shown_path(self._path)}: a command has more than {_MOST_OF_LINE:,} characters: "
+                f"{shown(line)}"
             )
         try:
             return shlex.split(line)
         except ValueError:
             if _PROGRAM.search(line) or re.match(r"\s*(--|[\w.\-]+=)", line):
-                raise ConfigError(f"{shown_path(self._path)}: a quote has no end: {shown(line.strip())}") from None
+                raise ConfigError(
+                    f"{shown_path(self._path)}: a quote has no end: {shown(line.strip())}"
+                ) from None
             return []  # not a training command
 
     def _assign(self, assigned: re.Match[str]) -> None:
@@ -194,7 +232,8 @@ class _Script:
             self._expanded += len(value)
             if self._expanded > _MOST_EXPANDED:
                 raise ConfigError(
-                    f"{shown_path(self._path)}: its variables become more than {_MOST_EXPANDED:,} characters"
+                    f"{shown_path(self._path)}: its variables become more than {_MOST_EXPANDED:,} "
+                    "characters"
                 )
             return value
 
@@ -219,11 +258,18 @@ class _Script:
                     value = put_in(word, depth + 1)
                     if found[4] == "=":
                         self._variables[name] = value
-                parts += [text[at : found.start()], counted(f"${{{name}}}" if value is None else value)]
+                parts += [
+                    text[at : found.start()],
+                    counted(f"${{{name}}}" if value is None else value),
+                ]
                 at = end
             return "".join([*parts, text[at:]])
 
-        text = put_in(_ARRAY_VARIABLE.sub(lambda found: counted(self._variables.get(found[1], found[0])), text))
+        text = put_in(
+            _ARRAY_VARIABLE.sub(
+                lambda found: counted(self._variables.get(found[1], found[0])), text
+            )
+        )
         text = _SUM.sub(self._sum, text)
 
         def output(found: re.Match[str]) -> str:
@@ -274,12 +320,17 @@ class _Script:
         return "" if is_test or any(branch is False for branch, _ in self._branches) else rest
 
     def _holds(self, condition: str) -> bool | None:
-        """Evaluates a comparison of texts, with unset variables empty; None for other conditions."""
+        """Evaluates a comparison of texts, with unset variables empty; None for other
+        conditions.
+        """
         test = _TEST.match(condition)
         if test is None or "$(" in condition or "`" in condition:
             return None
         words = self._words(self._expand(test[1]))
-        words = ["" if (unset := UNSET.fullmatch(word)) and unset[1] not in self._outputs else word for word in words]
+        words = [
+            "" if (unset := UNSET.fullmatch(word)) and unset[1] not in self._outputs else word
+            for word in words
+        ]
         if any("$" in word or "\ue000" in word for word in words):
             return None
         match words:
@@ -325,7 +376,9 @@ def _lines(text: str) -> Iterator[str]:
         return found[0] if found["whole"] else " " if found["to"] else "\n"
 
     text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
-    text = _PLACE.sub(lambda found: f"\ue000{_NOT_OF_NAME.sub('_', found[1]).strip('_') or 'VALUE'}\ue001", text)
+    text = _PLACE.sub(
+        lambda found: f"\ue000{_NOT_OF_NAME.sub('_', found[1]).strip('_') or 'VALUE'}\ue001", text
+    )
     text = _QUOTE_OR_COMMENT.sub(joined, text)
     for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
@@ -336,17 +389,23 @@ def _nested(words: list[str], text: str) -> str | None:
     if words[0] == "eval":
         return text.strip().removeprefix("eval") or " ".join(words[1:])
     for i, word in enumerate(words[:-1]):
-        if word.lower() == "--command" or (word == "-c" and re.search(r"\b(ba|z|da)?sh$", words[i - 1])):
+        if word.lower() == "--command" or (
+            word == "-c" and re.search(r"\b(ba|z|da)?sh$", words[i - 1])
+        ):
             return words[i + 1]
-    return next((word.partition("=")[2] for word in words if word.lower().startswith("--command=")), None)
+    return next(
+        (word.partition("=")[2] for word in words if word.lower().startswith("--command=")), None
+    )
 
 
 def _command(words: list[str]) -> Command:
     """Splits the words of a command behind its program."""
     programs = [
-        i for i, word in enumerate(words)
-        if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
-    ]  # fmt: skip
+        i
+        for i, word in enumerate(words)
+        if word not in _LAUNCHERS
+        and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
+    ]
     end = programs[0] + 1 if programs else 0
     return Command(words[:end], words[end:])
 
@@ -371,7 +430,11 @@ def settings_of(words: list[str], where: str) -> dict[str, Stated]:
             state(found, name.lstrip("-+").replace("-", "_"), value, where)
         elif re.match(r"--?[A-Za-z]", word):
             values: list[object] = []
-            while at < len(words) and not re.match(r"-{1,2}[A-Za-z]", words[at]) and not _SETTING.match(words[at]):
+            while (
+                at < len(words)
+                and not re.match(r"-{1,2}[A-Za-z]", words[at])
+                and not _SETTING.match(words[at])
+            ):
                 values.append(words[at])
                 at += 1
             stated = values if len(values) > 1 else str(values[0]) if values else "true"

@@ -23,7 +23,8 @@ def take_tokenizer(t: Translation, word: str, path: str) -> None:
 def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None:
     """Takes TRL's `dataset_name`, a hub data set or a path, with its config and split.
 
-    `step` is the required form of its records. `settings` hold the path for a data set without a name.
+    `step` is the required form of its records. `settings` hold the path for a data set without a
+    name.
     """
     name, ours = t.text("dataset_name"), dict(settings)
     if is_hub_name(name):
@@ -71,12 +72,16 @@ def take_checkpoint(t: Translation, word: str) -> None:
     path = t.text(word)
     if t.text("rope_type").startswith("llama3.1") and t.text("rope_use_scale").lower() == "false":
         # Its queries and keys are stored interleaved, as only rope_type=llama3.1 says here.
-        t.refuse(word, "stored for rope_type=llama3.1; without rope_use_scale no key of ours says so")
+        t.refuse(
+            word, "stored for rope_type=llama3.1; without rope_use_scale no key of ours says so"
+        )
         return
     t.map(word, **{word: path})
 
 
-def take_rewards(t: Translation, word: str, file: str, functions: Sequence[str], weights: Sequence[str] = ()) -> None:
+def take_rewards(
+    t: Translation, word: str, file: str, functions: Sequence[str], weights: Sequence[str] = ()
+) -> None:
     """Takes the rewards, functions of the user, with optional `weights`, one per function."""
     reward = f"{file}:{functions[0]}"
     if len(functions) > 1 or weights:

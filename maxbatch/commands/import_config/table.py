@@ -1,31 +1,35 @@
 """The tables of the formats: another program's words, their counterparts here, and conditions.
 
-A table is `FORMAT.txt`. Its section `defaults` has the other program's defaults, `signs` the words that identify a
-file, and `words` the rows, in the order in which words are taken:
+A table is `FORMAT.txt`. Its section `defaults` has the other program's defaults, `signs` the words
+that identify a file, and `words` the rows, in the order in which words are taken:
 
     words | when | here | why
 
-    words  joined by commas; * matches any text in the words not taken yet; empty: a row without a word
-    when   terms joined by `and`; empty: the file states the word. A term is [NAME] TEST, or :CONDITION, a function
+    words  joined by commas; * matches any text in the words not taken yet; empty: a row without a
+    word when   terms joined by `and`; empty: the file states the word. A term is [NAME] TEST, or
+    :CONDITION, a function
            stated, unstated       stated with a non-empty value, or not
            written, any           stated or a default; always
            is A, B; not A, B      the value is (not) one of these, * for any text; `empty`: no value
            = N, < N, > N, >= N    the value as a number
-    here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} another word's value; {bool}, {not}
-                                  and {int}: the value as a switch, the opposite switch, a whole number; {rows}: rows
-                                  of a replica, as rows of each of its devices
-           x KEY                  devices that hold one replica between them: the word's value multiplies the axis
-           ? KEY=VALUE ...        settings that need a step by the user, which `why` gives
+    here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} another word's
+    value; {bool}, {not}
+                                  and {int}: the value as a switch, the opposite switch, a whole
+                                  number; {rows}: rows of a replica, as rows of each of its devices
+           x KEY                  devices that hold one replica between them: the word's value
+           multiplies the axis ? KEY=VALUE ...        settings that need a step by the user, which
+           `why` gives
            -                      ignored: no effect on training
-           !, !!                  not supported; !!: it states the batch, the length, the data or the model
-           only A, B; only!! A    ignored at these values, our behaviour; else not supported
+           !, !!                  not supported; !!: it states the batch, the length, the data or
+           the model only A, B; only!! A    ignored at these values, our behaviour; else not
+           supported
            > NAME                 another name of a word
            assume WORD=VALUE ...  further defaults of the other program
            @NAME ...              sections of the table or functions that take the word
 
-Consecutive rows of the same word, of patterns and of no word are alternatives: a word takes the first row that
-holds. An empty line separates them. A word is taken once; words in no row are taken by the table of words
-(`maxbatch/config/words/words.txt`).
+Consecutive rows of the same word, of patterns and of no word are alternatives: a word takes the
+first row that holds. An empty line separates them. A word is taken once; words in no row are taken
+by the table of words (`maxbatch/config/words/words.txt`).
 """
 
 from __future__ import annotations
@@ -71,9 +75,13 @@ class Format:
     """
 
     def __init__(
-        self, name: str, equation: Equation,
-        rules: Mapping[str, Rule], conditions: Mapping[str, Condition] | None = None, parent: Format | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        equation: Equation,
+        rules: Mapping[str, Rule],
+        conditions: Mapping[str, Condition] | None = None,
+        parent: Format | None = None,
+    ) -> None:
         """Reads a table; missing sections, functions and defaults are its parent's."""
         self.equation = equation
         self.rules: dict[str, Rule] = {**(parent.rules if parent else {}), **rules}
@@ -83,10 +91,15 @@ class Format:
             **(conditions or {}),
         }
         own = dict(sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")))
-        self.defaults: dict[str, str] = {**(parent.defaults if parent else {}), **settings(own.get("defaults", ""))}
+        self.defaults: dict[str, str] = {
+            **(parent.defaults if parent else {}),
+            **settings(own.get("defaults", "")),
+        }
         self.signs = own.get("signs", "").split()
         self.sections: dict[str, list[list[Row]]] = {**(parent.sections if parent else {})}
-        self.sections |= {name: _blocks(text) for name, text in own.items() if name not in ("defaults", "signs")}
+        self.sections |= {
+            name: _blocks(text) for name, text in own.items() if name not in ("defaults", "signs")
+        }
 
     def translate(self, t: Translation, section: str = "words") -> None:
         """Takes the words of a section."""
@@ -116,7 +129,12 @@ class Format:
         if test in _COMPARED:
             number = t.number(name)
             return number is not None and _COMPARED[test](number, float(text))
-        return {"any": True, "stated": name in t, "unstated": name not in t, "written": t.text(name) != ""}[test]
+        return {
+            "any": True,
+            "stated": name in t,
+            "unstated": name not in t,
+            "written": t.text(name) != "",
+        }[test]
 
     def _apply(self, t: Translation, word: str, row: Row) -> None:
         kind, _, rest = row.here.partition(" ")
@@ -152,13 +170,18 @@ class Format:
 
 
 def _words_of(block: list[Row], t: Translation) -> Iterator[str]:
-    """Yields the words that a block of rows takes, in order; a pattern takes only remaining words."""
+    """Yields the words that a block of rows takes, in order; a pattern takes only remaining
+    words.
+    """
     patterns = [name for row in block for name in row.words if "*" in name]
     seen = set[str]()
     for row in block:
         named = [name for name in row.words if "*" not in name]
         matching = t.left() if len(named) < len(row.words) else []
-        words = [*named, *(word for word in matching if any(fnmatchcase(word, name) for name in patterns))]
+        words = [
+            *named,
+            *(word for word in matching if any(fnmatchcase(word, name) for name in patterns)),
+        ]
         for word in words or ([] if row.words else [""]):
             if word not in seen and not (word and t.is_taken(word)):
                 seen.add(word)
@@ -189,7 +212,10 @@ def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
             return t.rows_of_device(word)
         return str(int(t.number(word) or 0)) if name == "int" else t.text(name or word)
 
-    settings = {name: text if given else "{}" for name, given, text in (part.partition("=") for part in here.split())}
+    settings = {
+        name: text if given else "{}"
+        for name, given, text in (part.partition("=") for part in here.split())
+    }
     return {name: _NAME.sub(value, text) for name, text in settings.items()}
 
 

@@ -1,4 +1,6 @@
-"""Rules of torchtitan's table: its batch in rows or in tokens, its schedule, its models and its data."""
+"""Rules of torchtitan's table: its batch in rows or in tokens, its schedule, its models and its
+data.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,23 @@ from maxbatch.config.paths import presets
 from maxbatch.config.values import plain_number
 from maxbatch.config.words.convert import read_number
 
-_ROWS, _BATCH, _LENGTH = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
-_TOKENS, _TOKENS_OF_BATCH = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
+_ROWS, _BATCH, _LENGTH = (
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.seq_len",
+)
+_TOKENS, _TOKENS_OF_BATCH = (
+    "training.num_tokens_per_microbatch_per_dp_rank",
+    "training.num_tokens_per_train_step",
+)
 _PARTS = "parallelism.num_pp_microbatches"  # of one pass
 _DEFAULT_ROWS, _DEFAULT_LENGTH = "8", "2048"
 
 
 def _batch(t: Translation, _: str) -> None:
-    """Takes the batch; a data-parallel rank, which is a replica here, has the local batch in one pass."""
+    """Takes the batch; a data-parallel rank, which is a replica here, has the local batch in one
+    pass.
+    """
     if _LENGTH not in t:
         t.assume({_LENGTH: _DEFAULT_LENGTH})
     t.map(_LENGTH, max_target_length=t.text(_LENGTH))
@@ -38,14 +49,24 @@ def _batch(t: Translation, _: str) -> None:
 
 
 def _batch_of_tokens(t: Translation) -> None:
-    """Takes a batch in tokens: a pass of a rank has the tokens of a micro-batch for each part in the pipeline."""
+    """Takes a batch in tokens: a pass of a rank has the tokens of a micro-batch for each part in
+    the pipeline.
+    """
     length, tokens = read_number(t.text(_LENGTH)), read_number(t.text(_TOKENS))
-    parts = read_number(t.text(_PARTS, "1")) if "ici_pipeline_parallelism" in t.settings else Fraction(1)
+    parts = (
+        read_number(t.text(_PARTS, "1"))
+        if "ici_pipeline_parallelism" in t.settings
+        else Fraction(1)
+    )
     if length is None or tokens is None or parts is None:
         t.refuse(_TOKENS, f"a number of tokens, beside {_LENGTH}", is_essential=True)
         return
     rows = str(plain_number(tokens * parts / length / t.replica))
-    why = f"tokens x {parts} / {length} tokens of a row" if parts > 1 else f"tokens / {length} tokens of a row"
+    why = (
+        f"tokens x {parts} / {length} tokens of a row"
+        if parts > 1
+        else f"tokens / {length} tokens of a row"
+    )
     t.map(_TOKENS, "; ".join(filter(None, (why, t.replica_in_words()))), per_device_batch_size=rows)
     if _PARTS in t:
         t.ignore(_PARTS, "its micro-batches are parts of a pass in the pipeline")
@@ -65,12 +86,18 @@ def _rates(t: Translation, _: str) -> None:
     if not steps or warmup is None:
         t.refuse("lr_scheduler.warmup_steps", "updates, beside training.steps")
     else:
-        t.map("lr_scheduler.warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
+        t.map(
+            "lr_scheduler.warmup_steps",
+            "warmup steps / steps",
+            warmup_steps_fraction=f"{share:.12g}",
+        )
     last = {"learning_rate_final_fraction": t.text("lr_scheduler.min_lr_factor")}
     t.map("lr_scheduler.min_lr_factor", "last rate / peak", **last)
     if kind == "linear":
         decay = f"{1 - share if ratio is None else ratio:.12g}"
-        t.map("lr_scheduler.decay_type", learning_rate_schedule="wsd", wsd_decay_steps_fraction=decay)
+        t.map(
+            "lr_scheduler.decay_type", learning_rate_schedule="wsd", wsd_decay_steps_fraction=decay
+        )
         if "lr_scheduler.decay_ratio" in t:
             t.map("lr_scheduler.decay_ratio", wsd_decay_steps_fraction=decay)
     elif kind == "cosine" and ratio is None:
@@ -85,7 +112,10 @@ def _model(t: Translation, _: str) -> None:
     if flavor and preset in presets():
         t.map("model.flavor", model_name=preset)
     elif flavor:
-        step = f"the sizes of its {t.text('model.flavor')}, as keys of the model; works with model_name of a preset too"
+        step = (
+            f"the sizes of its {t.text('model.flavor')}, as keys of the model; works with "
+            "model_name of a preset too"
+        )
         t.need("model.flavor", step)
     if "model.name" in t:
         t.ignore("model.name", "model.flavor names the preset")
@@ -102,11 +132,15 @@ def _model(t: Translation, _: str) -> None:
 def _data(t: Translation, _: str) -> None:
     name, path = t.text("training.dataset"), t.text("training.dataset_path")
     if path and not is_hub_name(path):
-        t.map("training.dataset_path", "state dataset_type", dataset_path=path, dataset_type="jsonl")
+        t.map(
+            "training.dataset_path", "state dataset_type", dataset_path=path, dataset_type="jsonl"
+        )
         if name:
             t.ignore("training.dataset", "training.dataset_path has its files")
     elif name:
-        step = f"records of text of {name} in that file, or dataset_path and dataset_type of its files"
+        step = (
+            f"records of text of {name} in that file, or dataset_path and dataset_type of its files"
+        )
         t.need("training.dataset", step, dataset_path=f"{name}.jsonl", dataset_type="jsonl")
 
 
@@ -116,12 +150,18 @@ def _equation(t: Translation) -> tuple[str, str]:
     degree = "GPUs" if t.replica == 1 else f"GPUs / {t.replica} of a replica"
     local = t.text(_TOKENS) + " tokens" if _TOKENS in t else t.text(_ROWS)
     if batch := t.settings.get("global_batch_size"):
-        there = f"global batch {batch} = local batch {local} x data-parallel degree ({degree}) x passes"
-        return there, f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
+        there = (
+            f"global batch {batch} = local batch {local} x data-parallel degree ({degree}) x passes"
+        )
+        return (
+            there,
+            f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x "
+            "devices",
+        )
     there = f"global batch = local batch {local} x data-parallel degree ({degree})"
     return there, f"per_device_batch_size {rows} x devices"
 
 
 FORMAT = Format(
     "torchtitan", _equation, {"batch": _batch, "rates": _rates, "model": _model, "data": _data}
-)  # fmt: skip
+)

@@ -35,10 +35,13 @@ def length(t: Translation, epochs: str) -> None:
     t.map(epochs, num_epochs=t.text(epochs))
 
 
-def rates(t: Translation, word: str, whole: Callable[[float], int], most: int | None = None) -> None:
+def rates(
+    t: Translation, word: str, whole: Callable[[float], int], most: int | None = None
+) -> None:
     """Takes the learning-rate schedule and its warmup.
 
-    `whole` rounds the warmup to steps as the other program does; `most` bounds a warmup that the file does not state.
+    `whole` rounds the warmup to steps as the other program does; `most` bounds a warmup that the
+    file does not state.
     """
     kind = t.text(word).lower()
     warmup = _warmup(t, whole, most)
@@ -86,7 +89,11 @@ def _cosine_to_least_rate(t: Translation, word: str) -> None:
 
 def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> float:
     """Takes the warmup; returns it as a share of the run."""
-    steps, updates, ratio = _steps_of(t), t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
+    steps, updates, ratio = (
+        _steps_of(t),
+        t.number("warmup_steps") or 0.0,
+        t.number("warmup_ratio") or 0.0,
+    )
     if updates >= 1:
         if steps is None:
             step = f"state warmup_steps_fraction = {updates:g} / the updates of the run, which maxbatch plan prints as "
@@ -101,7 +108,9 @@ def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> 
         else:
             t.drop("warmup_ratio")
         return share
-    unread = [word for word in ("warmup_steps", "warmup_ratio") if word in t and t.number(word) is None]
+    unread = [
+        word for word in ("warmup_steps", "warmup_ratio") if word in t and t.number(word) is None
+    ]
     if unread:
         for word in unread:
             t.refuse(word, "a number")
@@ -152,7 +161,9 @@ def seeds(t: Translation, word: str) -> None:
 
 
 def _period(t: Translation, word: str) -> int | None:
-    """Returns a period in updates; a number below 1 is a share of them, rounded up. None: no number, or no length."""
+    """Returns a period in updates; a number below 1 is a share of them, rounded up. None: no
+    number, or no length.
+    """
     period, steps = t.number(word), _steps_of(t)
     if period is None or period <= 0:
         return None
@@ -167,9 +178,15 @@ def _periods(t: Translation, _: str) -> None:
         number, period = t.number(word), _period(t, word)
         if period is not None:
             share = number is not None and number < 1
-            t.map(word, "a share of max_steps, rounded up as there" if share else "", **{key: str(period)})
+            t.map(
+                word,
+                "a share of max_steps, rounded up as there" if share else "",
+                **{key: str(period)},
+            )
         elif t.text(word):
-            t.ignore(word, f"a share of the updates, whose number is unknown here: {key} counts them")
+            t.ignore(
+                word, f"a share of the updates, whose number is unknown here: {key} counts them"
+            )
 
 
 def _evaluation(t: Translation, word: str) -> None:
@@ -184,7 +201,11 @@ def _evaluation(t: Translation, word: str) -> None:
         else:
             t.map(source, eval_interval=str(period or 1))
     elif strategy:
-        t.map("eval_strategy", "" if strategy == "no" else "evals run every eval_interval updates", eval_interval="-1")
+        t.map(
+            "eval_strategy",
+            "" if strategy == "no" else "evals run every eval_interval updates",
+            eval_interval="-1",
+        )
 
 
 def _targets(t: Translation, _: str) -> None:
@@ -210,10 +231,16 @@ def per_device_equation(p: str) -> Equation:
         replicas = "GPUs" if t.replica == 1 else f"GPUs / {t.replica} of a replica"
         if batch := t.settings.get("global_batch_size"):
             there = f"train_batch_size {batch} = {p} x gradient_accumulation_steps x {replicas}"
-            return there, f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
+            return (
+                there,
+                f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices",
+            )
         steps = t.settings["gradient_accumulation_steps"]
         there = f"{p} {t.text(p)} x gradient_accumulation_steps {steps} x {replicas}"
-        return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
+        return (
+            there,
+            f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}",
+        )
 
     return equation
 

@@ -31,8 +31,25 @@ BESIDE = {
 }  # frameworks whose words are read together
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # Values at which an unsupported word has no effect.
-_NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
-# Words of adapters or another objective; MaxText's q_lora_rank and similar belong to latent attention.
+_NOTHING = (
+    "",
+    "null",
+    "none",
+    "~",
+    "false",
+    "0",
+    "0.",
+    "0.0",
+    "-1",
+    "-1.0",
+    "[]",
+    "{}",
+    "default",
+    "disabled",
+    "no",
+)
+# Words of adapters or another objective; MaxText's q_lora_rank and similar belong to latent
+# attention.
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )
@@ -40,9 +57,19 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, not set in a file
 _OF_MODEL = "the named model's file overrides it in MaxText"
 # The axes that split one replica over devices.
 SPLIT_AXES = frozenset(
-    f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline")
+    f"{net}_{axis}_parallelism"
+    for net in ("ici", "dcn")
+    for axis in ("tensor", "context", "pipeline")
 )
-_ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
+_ONE_IS_NOTHING = (
+    "parallelism",
+    "num_experts",
+    "num_experts_per_tok",
+    "_factor",
+    "_size",
+    "_degree",
+    "mscale",
+)
 
 
 class Merged(str):
@@ -64,7 +91,8 @@ class Fate(NamedTuple):
     value: str
     fate: str  # MAPPED, NEEDS_YOU (mapped; works after the step in `says`), IGNORED or UNSUPPORTED
     says: str  # the result, the reason to ignore it, or the missing feature
-    is_essential: bool = False  # unsupported: whether the batch, length, data or model depends on it
+    # unsupported: whether the batch, length, data or model depends on it
+    is_essential: bool = False
 
 
 class Translation:
@@ -78,14 +106,21 @@ class Translation:
     """
 
     def __init__(
-        self, words: Mapping[str, Stated], defaults: Mapping[str, str], framework: str, devices: int | None = None
+        self,
+        words: Mapping[str, Stated],
+        defaults: Mapping[str, str],
+        framework: str,
+        devices: int | None = None,
     ) -> None:
         self.framework, self.devices, self.updates = framework, devices, 1
         self.settings: dict[str, str] = {}
-        self.described: Mapping[str, object] = {}  # data sets by name, where a file beside this one describes them
+        # data sets by name, where a file beside this one describes them
+        self.described: Mapping[str, object] = {}
         self.fates: list[Fate] = []
         lost = {word: value for word, value in words.items() if isinstance(value, Displaced)}
-        self.fates += [Fate(word, shown(value, 40), IGNORED, _OF_MODEL) for word, value in lost.items()]
+        self.fates += [
+            Fate(word, shown(value, 40), IGNORED, _OF_MODEL) for word, value in lost.items()
+        ]
         self._stated = {word: value for word, value in words.items() if word not in lost}
         self._defaults = dict(defaults)
         self._left = dict.fromkeys([*self._stated, *defaults])
@@ -106,7 +141,9 @@ class Translation:
     def items(self, word: str) -> list[str]:
         """Returns the items of a list, or a text as one item."""
         value = self._stated.get(word, self._defaults.get(word, ""))
-        return [str(item) for item in value] if isinstance(value, list) else [value] if value else []
+        return (
+            [str(item) for item in value] if isinstance(value, list) else [value] if value else []
+        )
 
     def number(self, word: str) -> float | None:
         try:
@@ -119,7 +156,11 @@ class Translation:
         """Returns the items of a list of data sets; empty unless each is a mapping with a path."""
         value = self._stated.get(word, [])
         items = value if isinstance(value, list) else []
-        named = [one for one in items if isinstance(one, dict) and isinstance(one.get("path"), str) and one["path"]]
+        named = [
+            one
+            for one in items
+            if isinstance(one, dict) and isinstance(one.get("path"), str) and one["path"]
+        ]
         return named if len(named) == len(items) else []
 
     def left(self) -> list[str]:
@@ -145,14 +186,20 @@ class Translation:
         """Takes a word as a synonym; if the synonym has another value, neither is supported."""
         if name in self and self._stated[name] != self._stated[word]:
             other = self._written.get(name, name)
-            self.refuse(word, f"{other} is {shown(self.text(name), 40)}", is_essential=_may_state_run(name))
+            self.refuse(
+                word, f"{other} is {shown(self.text(name), 40)}", is_essential=_may_state_run(name)
+            )
             return
         self._stated[name] = self._stated.pop(word)
         self._written[name] = word
-        self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
+        self._left = dict.fromkeys(
+            name if left == word else left for left in self._left if left != name
+        )
 
     def expand(self, word: str) -> None:
-        """Replaces a word whose value is a mapping as JSON by its words: `a={"b": 1}` is `a.b=1`."""
+        """Replaces a word whose value is a mapping as JSON by its words: `a={"b": 1}` is
+        `a.b=1`.
+        """
         try:
             inner = json.loads(self.text(word).replace("'", '"'))
         except (ValueError, RecursionError):
@@ -161,17 +208,25 @@ class Translation:
             return
         del self._stated[word]
         flat = {f"{word}.{name}": value for name, value in inner.items()}
-        self._stated |= {name: v if isinstance(v, str | list) else json.dumps(v) for name, v in flat.items()}
-        self._left = dict.fromkeys(name for left in self._left for name in (flat if left == word else [left]))
+        self._stated |= {
+            name: v if isinstance(v, str | list) else json.dumps(v) for name, v in flat.items()
+        }
+        self._left = dict.fromkeys(
+            name for left in self._left for name in (flat if left == word else [left])
+        )
 
     def excuse(self, is_default: Callable[[str, Stated], bool]) -> None:
-        """Treats words without a counterpart as unstated if they have the other program's defaults."""
+        """Treats words without a counterpart as unstated if they have the other program's
+        defaults.
+        """
         self._is_default = is_default
 
     def is_merged(self, word: str) -> bool:
         """Returns whether the word is only an anchor for `<<`, stated elsewhere."""
         last = word.rpartition(".")[2]
-        others = (other for other in self._stated if other != word and other.rpartition(".")[2] == last)
+        others = (
+            other for other in self._stated if other != word and other.rpartition(".")[2] == last
+        )
         return "." in word and isinstance(self._stated.get(word), Merged) and any(others)
 
     def is_read(self, word: str) -> bool:
@@ -202,7 +257,12 @@ class Translation:
             self._lack(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
         if unset := _unset(settings.values()):
-            fate, why = NEEDS_YOU, "; ".join(filter(None, (f"the file does not set {unset}: put its value there", why)))
+            fate, why = (
+                NEEDS_YOU,
+                "; ".join(
+                    filter(None, (f"the file does not set {unset}: put its value there", why))
+                ),
+            )
         self.settings |= settings
         self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
@@ -224,14 +284,18 @@ class Translation:
         return math.prod(int(self.settings.get(axis, 1)) for axis in SPLIT_AXES)
 
     def rows_of_device(self, word: str) -> str:
-        """Returns a word's rows of a replica as rows of each of its devices; text that is no number as it is."""
+        """Returns a word's rows of a replica as rows of each of its devices; text that is no number
+        as it is.
+        """
         try:
             return str(plain_number(Fraction(self.text(word).replace("_", "")) / self.replica))
         except (ValueError, ZeroDivisionError):
             return self.text(word)
 
     def replica_in_words(self) -> str:
-        """Returns the reason why a device has less rows than a replica; "" if a replica is one device."""
+        """Returns the reason why a device has less rows than a replica; "" if a replica is one
+        device.
+        """
         return "" if self.replica == 1 else f"a replica is split over {self.replica} devices"
 
     def ignore(self, word: str, why: str) -> None:
@@ -246,10 +310,14 @@ class Translation:
             self.refuse(word, why, is_essential)
 
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
-        """Refuses a word without a counterpart that affects training; essential ones are never skipped."""
+        """Refuses a word without a counterpart that affects training; essential ones are never
+        skipped.
+        """
         if unset := _unset([*self.items(word), why]):
             rest = "" if _VARIABLE.search(why) else f"; {why}"
-            why = f"the file does not set {unset}: put a line with its value before the command{rest}"
+            why = (
+                f"the file does not set {unset}: put a line with its value before the command{rest}"
+            )
         self._tell(word, UNSUPPORTED, why, is_essential)
 
     def finish(self) -> None:
@@ -272,15 +340,27 @@ class Translation:
 
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
-        if row is not None and row.is_same and word not in self._stated and row.keys[0] in self.settings:
+        if (
+            row is not None
+            and row.is_same
+            and word not in self._stated
+            and row.keys[0] in self.settings
+        ):
             del self._left[word]  # a default; another word states the same
             return
         if self.is_merged(word):
             self.ignore(word, "<< states it elsewhere")
             return
         name = word.rpartition(".")[2]
-        if "." in word and self.framework != "maxtext" and states_training(word) and not _says_nothing(name, value):
-            self.refuse(word, "configures adapters or another objective; not imported", is_essential=True)
+        if (
+            "." in word
+            and self.framework != "maxtext"
+            and states_training(word)
+            and not _says_nothing(name, value)
+        ):
+            self.refuse(
+                word, "configures adapters or another objective; not imported", is_essential=True
+            )
             return
         is_ours = self.framework == "maxtext" and word in KEYS and KEYS[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
@@ -296,14 +376,20 @@ class Translation:
             self.ignore(word, f"{shown(value) or 'empty'} has no effect")
         else:
             is_schedule = name.startswith(("lr_", "learning_rate"))  # a key states their length too
-            is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
+            is_essential = row.changes_data or any(
+                _states_run(key) for key in row.keys if not is_schedule
+            )
             is_essential = is_essential or states_training(word)
             self._lack(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
         """Maps a word to a key, unless another word set that key differently."""
         other = self._words.get(key, word)
-        if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
+        if (
+            other != word
+            and other in self._stated
+            and not _is_equal(key, value, self.settings[key])
+        ):
             why = f"{self._written.get(other, other)} states {key}={shown(self.settings[key], 40)}"
             self.refuse(word, why, is_essential=_states_run(key))
         elif key == "tokenizer_path" and "tokenizer_type" not in self.settings:
@@ -334,7 +420,13 @@ class Translation:
         text = f"[{', '.join(self.items(word))}]" if is_plain else self.text(word)
         value = shown(text, 40) if given or word in self._defaults else ""
         self.fates.append(
-            Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, is_essential)
+            Fate(
+                self._written.get(word, word),
+                value if given else f"{value} (default)",
+                fate,
+                says,
+                is_essential,
+            )
         )
 
 
@@ -371,11 +463,15 @@ def states_training(word: str) -> bool:
 def _may_state_run(name: str) -> bool:
     """Returns whether a nested name states the run, as our key or as any framework's word."""
     row = look_up(name)
-    return name in KEYS or (row is not None and (row.changes_data or any(_states_run(key) for key in row.keys)))
+    return name in KEYS or (
+        row is not None and (row.changes_data or any(_states_run(key) for key in row.keys))
+    )
 
 
 def _states_run(name: str) -> bool:
-    """Returns whether a key states the batch, the devices of a replica, the length, the data or the model."""
+    """Returns whether a key states the batch, the devices of a replica, the length, the data or the
+    model.
+    """
     key = KEYS[name]
     stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")

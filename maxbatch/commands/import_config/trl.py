@@ -13,8 +13,18 @@ from maxbatch.plan.divisors import divisors
 
 _MOST = 2**31  # prompts, responses or tokens
 PROCESSES = "num_processes"  # Accelerate's word for the devices of all machines
-_OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "max_completion_length")
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+_OF_RESPONSES = (
+    "num_generations",
+    "generation_batch_size",
+    "steps_per_generation",
+    "max_completion_length",
+)
+_BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
 
 
 def is_of_responses(words: Mapping[str, object]) -> bool:
@@ -25,16 +35,23 @@ def is_of_responses(words: Mapping[str, object]) -> bool:
 def _whole(t: Translation, word: str) -> int | None:
     """Returns a word's value as a whole number from 1 to _MOST, or None."""
     number = t.number(word)
-    return int(number) if number is not None and 1 <= number <= _MOST and number.is_integer() else None
+    return (
+        int(number) if number is not None and 1 <= number <= _MOST and number.is_integer() else None
+    )
 
 
 def _processes(t: Translation, word: str) -> None:
     t.devices = t.devices or _whole(t, word)
-    t.ignore(word, f"its batch is counted on {t.devices} devices; here devices are found when the run starts")
+    t.ignore(
+        word,
+        f"its batch is counted on {t.devices} devices; here devices are found when the run starts",
+    )
 
 
 def _sizes(t: Translation) -> Mapping[str, int] | None:
-    """Returns rows per device, passes per update and per batch, and completions of both; None if not stated."""
+    """Returns rows per device, passes per update and per batch, and completions of both; None if
+    not stated.
+    """
     rows, passes = _whole(t, _BATCH[0]), _whole(t, _BATCH[1])
     if t.devices is None or rows is None or passes is None:
         return None
@@ -43,9 +60,16 @@ def _sizes(t: Translation) -> Mapping[str, int] | None:
         per_batch, rest = divmod(_whole(t, "generation_batch_size") or 0, of_pass)
         per_batch = 0 if rest else per_batch
     else:
-        per_batch = _whole(t, "steps_per_generation") or passes if "steps_per_generation" in t else passes
-    return {"rows": rows, "passes": passes, "per_batch": per_batch, "update": of_pass * passes,
-            "batch": of_pass * per_batch}  # fmt: skip
+        per_batch = (
+            _whole(t, "steps_per_generation") or passes if "steps_per_generation" in t else passes
+        )
+    return {
+        "rows": rows,
+        "passes": passes,
+        "per_batch": per_batch,
+        "update": of_pass * passes,
+        "batch": of_pass * per_batch,
+    }
 
 
 def _batch(t: Translation, _: str) -> None:
@@ -79,7 +103,9 @@ def _batch(t: Translation, _: str) -> None:
 
 
 def _chunk(t: Translation, word: str, rows: int, devices: int, prompts: int, group: int) -> None:
-    """Takes a word as the pairs of a chunk: whole groups of an update's prompts, at most `rows` per device."""
+    """Takes a word as the pairs of a chunk: whole groups of an update's prompts, at most `rows` per
+    device.
+    """
     chunks = [divisor * group for divisor in divisors(prompts)]
     even = [pairs for pairs in chunks if pairs % devices == 0] or chunks
     within = [pairs for pairs in even if pairs <= rows * devices]
@@ -87,7 +113,10 @@ def _chunk(t: Translation, word: str, rows: int, devices: int, prompts: int, gro
     why = f"{rows} rows x {devices}"
     if pairs != rows * devices:
         bound = "at most" if within else "more than"
-        why = f"{bound} {why}, in whole groups of {group} that divide an update; the update does not depend on it"
+        why = (
+            f"{bound} {why}, in whole groups of {group} that divide an update; the update does "
+            "not depend on it"
+        )
     t.map(word, why, micro_batch_size=str(pairs))
 
 
@@ -95,7 +124,10 @@ def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
     """Returns the reason why a batch has no counterpart, or ""."""
     batch, update = sizes["batch"], sizes["update"]
     if batch % group:
-        return f"a batch of {batch} completions in whole groups of num_generations={group}, as TRL asks too"
+        return (
+            f"a batch of {batch} completions in whole groups of num_generations={group}, as TRL "
+            "asks too"
+        )
     if update > batch and (update % batch or iterations > 1):
         return f"updates of {update} completions that cut no batch of {batch}"
     if batch > update and batch % update:
@@ -113,7 +145,10 @@ def _lengths(t: Translation, _: str) -> None:
         total, answer = _whole(t, "vllm_max_model_length"), _whole(t, response)
         if total and answer and total > answer:
             t.assume({prompt: str(total - answer)})
-        why = "TRL bounds no prompt: state the most tokens of a prompt; a longer one is refused when the run starts"
+        why = (
+            "TRL bounds no prompt: state the most tokens of a prompt; a longer one is refused "
+            "when the run starts"
+        )
     bounds = {word: _whole(t, word) for word in (prompt, response)}
     if None in bounds.values():
         for word, bound in bounds.items():
@@ -121,21 +156,33 @@ def _lengths(t: Translation, _: str) -> None:
                 t.refuse(word, "a number of tokens", is_essential=True)
         return
     (t.need if why else t.map)(prompt, why, max_prefill_predict_length=str(bounds[prompt]))
-    t.map(response, f"{prompt} + {response}", max_target_length=str(sum(filter(None, bounds.values()))))
+    t.map(
+        response,
+        f"{prompt} + {response}",
+        max_target_length=str(sum(filter(None, bounds.values()))),
+    )
 
 
 def _whole_batches(t: Translation, _: str) -> None:
     """Refuses a run length that ends within a batch."""
     steps = t.settings.get("steps", "")
     if t.updates > 1 and steps.isdigit() and int(steps) % t.updates:
-        t.refuse("max_steps", f"a multiple of {t.updates}, the updates per batch", is_essential=True)
+        t.refuse(
+            "max_steps", f"a multiple of {t.updates}, the updates per batch", is_essential=True
+        )
 
 
 def _data(t: Translation, _: str) -> None:
-    settings = {"dataset_type": "jsonl", "dataset_path": "prompts.jsonl", "prompt_template": "{prompt}"}
+    settings = {
+        "dataset_type": "jsonl",
+        "dataset_path": "prompts.jsonl",
+        "prompt_template": "{prompt}",
+    }
     take_dataset(t, "records with prompt, a text or messages", settings)
     functions, weights = [f for f in t.items("reward_funcs") if f], t.items("reward_weights")
-    names = [name.rpartition(".")[2] for name in functions] or [f"score_{i}" for i, _ in enumerate(weights, 1)]
+    names = [name.rpartition(".")[2] for name in functions] or [
+        f"score_{i}" for i, _ in enumerate(weights, 1)
+    ]
     if weights and len(names) != len(weights):
         t.refuse("reward_weights", "one for each of reward_funcs")
         weights = []
@@ -145,7 +192,10 @@ def _data(t: Translation, _: str) -> None:
     model = t.text("model_name_or_path") or t.text("model")
     t.settings |= {"tokenizer_type": "huggingface", "tokenizer_path": model or "tokenizer"}
     if not model:
-        t.need("model_name_or_path", "the model that the script names: load_parameters_path and tokenizer_path")
+        t.need(
+            "model_name_or_path",
+            "the model that the script names: load_parameters_path and tokenizer_path",
+        )
 
 
 def _equation(t: Translation) -> tuple[str, str]:
@@ -156,8 +206,8 @@ def _equation(t: Translation) -> tuple[str, str]:
         raise KeyError("batch_size")
     passes = max(sizes["per_batch"], sizes["passes"])
     there = (
-        f"{passes * sizes['rows'] * (t.devices or 1)} completions = per_device_train_batch_size {sizes['rows']} x "
-        f"{t.devices} devices x {passes} passes, {sizes['passes']} in an update"
+        f"{passes * sizes['rows'] * (t.devices or 1)} completions = per_device_train_batch_size "
+        f"{sizes['rows']} x {t.devices} devices x {passes} passes, {sizes['passes']} in an update"
     )
     return there, f"batch_size {prompts} x num_generations {group}, num_minibatches {updates}"
 

@@ -51,29 +51,55 @@ from maxbatch.system.warning import note
 MOST_CURVES = 12  # most trials of a sweep; more lines cannot be distinguished
 _MOST_LOADS = 500  # updates in a map of the loads of experts
 _LONG_S = 3 * 3600
-_BRANCH = {"batch_size": int, "learning_rate": float, "updates": int, "loss": float | None, "difference": float | None}
+_BRANCH = {
+    "batch_size": int,
+    "learning_rate": float,
+    "updates": int,
+    "loss": float | None,
+    "difference": float | None,
+}
 _CRITICAL_BATCH = {
-    "run": str, "tolerance": float, "tolerance_unit": str, "command": str,
-    "checkpoints": [{
-        "step": int, "samples_seen": int, "batch_size": int, "is_below_base": bool, "in_words": str,
-        "critical_batch_size": int | None, "branches": [_BRANCH],
-    }],
-}  # fmt: skip
+    "run": str,
+    "tolerance": float,
+    "tolerance_unit": str,
+    "command": str,
+    "checkpoints": [
+        {
+            "step": int,
+            "samples_seen": int,
+            "batch_size": int,
+            "is_below_base": bool,
+            "in_words": str,
+            "critical_batch_size": int | None,
+            "branches": [_BRANCH],
+        }
+    ],
+}
 _WATCH_S, _POLL_S = 10, 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=place, metavar="RUN", help="a run folder, or the folder of a sweep")
     parser.add_argument(
-        "--output", type=place, metavar="FILE",
+        "runs", nargs="+", type=place, metavar="RUN", help="a run folder, or the folder of a sweep"
+    )
+    parser.add_argument(
+        "--output",
+        type=place,
+        metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
-    )  # fmt: skip
+    )
     add_svg(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object; a page only with --output")
     parser.add_argument(
-        "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
+        "--json", action="store_true", help="print one JSON object; a page only with --output"
+    )
+    parser.add_argument(
+        "--watch",
+        type=count,
+        nargs="?",
+        const=_WATCH_S,
+        metavar="SECONDS",
         help=f"follow the runs: rewrite the page every SECONDS (default {_WATCH_S}), until Ctrl-C",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
-    drawn = metrics_files(paths)  # before they are read, so that `--watch` notices a line written meanwhile
+    # before they are read, so that `--watch` notices a line written meanwhile
+    drawn = metrics_files(paths)
     found = _read(paths)
     page = _page(paths, found, args.watch or 0)
     page.write(output)
@@ -113,8 +140,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[tuple[str, int, float]]) -> None:
-    """Rewrites the page while the runs train, until a signal; the page shows the state `drawn` already."""
+def _watch(
+    paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[tuple[str, int, float]]
+) -> None:
+    """Rewrites the page while the runs train, until a signal; the page shows the state `drawn`
+    already.
+    """
     note(f"the page follows the runs and reloads itself every {seconds} s; Ctrl-C ends")
     with Stopping("after this page") as stop:
         written = time.monotonic()
@@ -128,7 +159,11 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[
 
 def metrics_files(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
     """Returns name, size and time of each run's metrics; they change when a run writes."""
-    files = [file for path in paths for file in (path / METRICS_FILE, *path.glob(f"trials/*/{METRICS_FILE}"))]
+    files = [
+        file
+        for path in paths
+        for file in (path / METRICS_FILE, *path.glob(f"trials/*/{METRICS_FILE}"))
+    ]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return [(name, status.st_size, status.st_mtime) for name, status in found]
 
@@ -157,7 +192,9 @@ def _read(paths: Sequence[AnyPath]) -> list[_Found]:
 
 def _page(paths: Sequence[AnyPath], found: Sequence[_Found], reloads_s: int = 0) -> Page:
     names = _names(paths)
-    page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
+    page = Page(
+        f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s
+    )
     for one in found:
         if one.sweep is not None:
             add_sweep(page, one.sweep)
@@ -168,7 +205,9 @@ def _page(paths: Sequence[AnyPath], found: Sequence[_Found], reloads_s: int = 0)
         _add_runs(page, runs)
     for path in paths:
         remedy = f"`maxbatch critical-batch {shlex.quote(str(path))}` writes it"
-        measured = read_json(path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH))
+        measured = read_json(
+            path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH)
+        )
         if measured:
             add_critical_batch(page, measured)
     return page
@@ -186,7 +225,9 @@ def _read_sweep(path: AnyPath, prefix: str) -> _Found:
     runs = []
     for trial in [trial for trial in sweep["trials"] if trial["steps"]][:MOST_CURVES]:
         overrides = {key: value_text(value) for key, value in trial["overrides"].items()}
-        values = overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items())
+        values = (
+            overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items())
+        )
         name = f"{prefix}{trial['number']}: {', '.join(values)}"
         runs.append(ReportedRun.read(folder.trial_folder(trial["number"]), name))
     return _Found(sweep, runs)
@@ -205,30 +246,44 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     first, *others = panels(runs)
     loss = first._replace(title=f"Loss (faint), and its mean over {windows} updates")
     page.panels((loss, *others), [run.columns(3600 if is_long else 1) for run in runs], units)
-    page.add(paragraph(
-        f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at least 5). Time: the sum of "
-        "step_time_s, which leaves evals and saves out. Diamonds: evals. Throughput, in the plot and in the medians: "
-        f"without the first {FIRST_UPDATES} updates of a run of more than {SHORT_RUN}."
-    ))  # fmt: skip
+    page.add(
+        paragraph(
+            f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at "
+            "least 5). Time: the sum of step_time_s, which leaves evals and saves out. Diamonds: "
+            "evals. Throughput, in the plot and in the medians: without the first "
+            f"{FIRST_UPDATES} updates of a run of more than {SHORT_RUN}."
+        )
+    )
     if scores := [row for run in runs for row in run.task_scores()]:
         page.add(heading("Tasks of lm-evaluation-harness"), table(TASK_HEADS, scores))
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
-        page.add(paragraph(
-            f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "
-            f"{thinned.apart}, the first of each stage, those with an eval, and the last."
-        ))  # fmt: skip
+        page.add(
+            paragraph(
+                f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are "
+                f"drawn: 1 in {thinned.apart}, the first of each stage, those with an eval, and "
+                "the last."
+            )
+        )
     for run in runs:
         if reason := without_noise_scale(run):
             page.add(paragraph(f"{run.name}: no gradient noise scale: {reason}."))
     for holed in (run for run in runs if run.holes):
-        lines = ", ".join(map(str, holed.holes[:5])) + (" and others" if len(holed.holes) > 5 else "")
-        page.add(paragraph(
-            f"{holed.name}: {counted(len(holed.holes), 'line')} of metrics.jsonl (line {lines}) with numbers that "
-            "are not finite, or larger than 1e100. These numbers are left out."
-        ))  # fmt: skip
+        lines = ", ".join(map(str, holed.holes[:5])) + (
+            " and others" if len(holed.holes) > 5 else ""
+        )
+        page.add(
+            paragraph(
+                f"{holed.name}: {counted(len(holed.holes), 'line')} of metrics.jsonl (line "
+                f"{lines}) with numbers that are not finite, or larger than 1e100. These numbers "
+                "are left out."
+            )
+        )
     if loads := [figure for run in runs if (figure := _loads(run, len(runs) > 1))]:
         page.figures(loads)
-    page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
+    page.add(
+        heading("Throughput by stage"),
+        table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]),
+    )
     for run in runs:
         page.add(*goodput_section(run, named=len(runs) > 1))
     for run in runs:
@@ -244,12 +299,20 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
 
 
 def _loads(run: ReportedRun, is_one_of_many: bool) -> Figure | None:
-    """Returns the loads of a run's experts, at most `_MOST_LOADS` updates of them; None without experts."""
-    found = [record for record in run.records if isinstance(record.get(Metric.EXPERT_CHOICES), dict)]
+    """Returns the loads of a run's experts, at most `_MOST_LOADS` updates of them; None without
+    experts.
+    """
+    found = [
+        record for record in run.records if isinstance(record.get(Metric.EXPERT_CHOICES), dict)
+    ]
     found = found[:: -(-len(found) // _MOST_LOADS)] if found else []
     title = f"{run.name}: load of each expert" if is_one_of_many else "Load of each expert"
     choices = [record[Metric.EXPERT_CHOICES] for record in found]
-    return loads_over_time(title, [record[Metric.STEP] for record in found], choices) if found else None
+    return (
+        loads_over_time(title, [record[Metric.STEP] for record in found], choices)
+        if found
+        else None
+    )
 
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:
@@ -264,33 +327,53 @@ def _names(paths: Sequence[AnyPath]) -> list[str]:
 
 
 _STAGES = {
-    "from sample": "first_sample", "from step": "first_step", "steps": "num_steps", "samples": "num_samples",
-    "p": "per_device_batch_size", "g": "gradient_accumulation_steps", "micro": "micro_batch_size_to_train_on",
-    "global": "global_batch_size", "lr scale": "learning_rate_scale",
-}  # fmt: skip
+    "from sample": "first_sample",
+    "from step": "first_step",
+    "steps": "num_steps",
+    "samples": "num_samples",
+    "p": "per_device_batch_size",
+    "g": "gradient_accumulation_steps",
+    "micro": "micro_batch_size_to_train_on",
+    "global": "global_batch_size",
+    "lr scale": "learning_rate_scale",
+}
 _MOST_STAGES = 200
 
 
 def plan_of(run: ReportedRun, is_open: bool) -> str:
-    """Returns the devices of a run, its batch plan and its table of stages, as a foldable part of HTML."""
+    """Returns the devices of a run, its batch plan and its table of stages, as a foldable part of
+    HTML.
+    """
     if run.config is None:
         return ""
     parts = [_devices_table(run.devices)] if run.devices else []
     now = run.devices[-1] if run.devices else DevicesUsed(1, "", 1, 1, 1, {})
     try:
         plan = BatchPlan.from_config(
-            run.config, now.num_devices, now.num_hosts, num_slices=now.num_slices,
+            run.config,
+            now.num_devices,
+            now.num_hosts,
+            num_slices=now.num_slices,
             samples_per_epoch=samples_per_epoch_if_cached(run.config.stream),
-        )  # fmt: skip
+        )
     except ConfigError as error:
-        return details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)
+        return details(
+            run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open
+        )
     parts.append(paragraph(equation(plan)))
     if not run.devices:
-        parts.append(paragraph("Planned for 1 device: the run did not record its devices. The global batch and the "
-                               "steps are the same on any number."))  # fmt: skip
+        parts.append(
+            paragraph(
+                "Planned for 1 device: the run did not record its devices. The global batch and "
+                "the steps are the same on any number."
+            )
+        )
     found = plan.to_dict()
     stages = found.pop("stages")
-    rows = [[i, *(stage[key] for key in _STAGES.values())] for i, stage in enumerate(stages[:_MOST_STAGES])]
+    rows = [
+        [i, *(stage[key] for key in _STAGES.values())]
+        for i, stage in enumerate(stages[:_MOST_STAGES])
+    ]
     parts.append(table(("stage", *_STAGES), rows))
     if len(stages) > _MOST_STAGES:
         parts.append(paragraph(f"The first {_MOST_STAGES} of {len(stages)} stages."))
@@ -303,10 +386,17 @@ def plan_of(run: ReportedRun, is_open: bool) -> str:
 
 def _devices_table(history: Sequence[DevicesUsed]) -> str:
     rows = [
-        [used.first_step, used.device_kind, used.num_devices, used.num_hosts, used.num_slices,
-         ", ".join(f"{axis} {size}" for axis, size in used.mesh.items() if size > 1) or "one device"]
+        [
+            used.first_step,
+            used.device_kind,
+            used.num_devices,
+            used.num_hosts,
+            used.num_slices,
+            ", ".join(f"{axis} {size}" for axis, size in used.mesh.items() if size > 1)
+            or "one device",
+        ]
         for used in history
-    ]  # fmt: skip
+    ]
     return table(("from step", "device", "devices", "hosts", "slices", "mesh"), rows)
 
 
@@ -316,7 +406,15 @@ def config_differences(runs: Sequence[ReportedRun]) -> str:
     title = "where the runs differ"
     if len(configs) == 1:
         title, configs = "where it differs from base.yml", [("base.yml", load_config()), *configs]
-    texts = {name: [value_text(config[name]) for _, config in configs] for name in KEYS if name != "run_dir"}
+    texts = {
+        name: [value_text(config[name]) for _, config in configs]
+        for name in KEYS
+        if name != "run_dir"
+    }
     rows = [[name, *values] for name, values in texts.items() if len(set(values)) > 1]
-    found = table(["key", *(name for name, _ in configs)], rows) if rows else paragraph("No key differs.")
+    found = (
+        table(["key", *(name for name, _ in configs)], rows)
+        if rows
+        else paragraph("No key differs.")
+    )
     return heading(f"Config, {title}") + found if configs else ""

@@ -12,15 +12,31 @@ from maxbatch.system.folding import counted
 
 # The order of the bar: training, its overhead, losses.
 _WORDS = {
-    TimePart.UPDATES_KEPT: "updates kept", TimePart.WAITING_FOR_DATA: "waiting for data", TimePart.EVAL: "eval",
-    TimePart.CHECKPOINTS: "checkpoints", TimePart.START_UP: "start-up", TimePart.RESTORING: "restoring",
-    TimePart.COMPILING: "compiling", TimePart.UPDATES_LOST: "updates lost",
+    TimePart.UPDATES_KEPT: "updates kept",
+    TimePart.WAITING_FOR_DATA: "waiting for data",
+    TimePart.EVAL: "eval",
+    TimePart.CHECKPOINTS: "checkpoints",
+    TimePart.START_UP: "start-up",
+    TimePart.RESTORING: "restoring",
+    TimePart.COMPILING: "compiling",
+    TimePart.UPDATES_LOST: "updates lost",
     TimePart.SINCE_SESSION_BEFORE: "between sessions",
-}  # fmt: skip
+}
 _HEADS = (
-    "session", "started (UTC)", "hosts", "devices", "updates", "updates lost", "wall time (s)", "kept (s)", "lost (s)",
-    "away before (s)", "until its first update (s)", "goodput", "ended by",
-)  # fmt: skip
+    "session",
+    "started (UTC)",
+    "hosts",
+    "devices",
+    "updates",
+    "updates lost",
+    "wall time (s)",
+    "kept (s)",
+    "lost (s)",
+    "away before (s)",
+    "until its first update (s)",
+    "goodput",
+    "ended by",
+)
 _MOST_SESSIONS = 200
 _START_PARTS = (TimePart.START_UP, TimePart.RESTORING, TimePart.COMPILING)
 
@@ -38,18 +54,32 @@ def goodput_line(run: ReportedRun) -> str | None:
 
 
 def goodput_section(run: ReportedRun, named: bool) -> list[str]:
-    """Returns the bar and the table of a run's sessions as HTML; `named` puts the run's name into the heading."""
+    """Returns the bar and the table of a run's sessions as HTML; `named` puts the run's name into
+    the heading.
+    """
     if (line := goodput_line(run)) is None:
         return []
     seconds = total_seconds(run.sessions)
     shown = run.sessions[-_MOST_SESSIONS:]
     losses = lost_updates(run.sessions)[-_MOST_SESSIONS:]
     first = len(run.sessions) - len(shown) + 1
-    rows = [_row(number, *pair) for number, pair in enumerate(zip(shown, losses, strict=True), start=first)]
-    cut = f" The table has the last {_MOST_SESSIONS} sessions." if len(shown) < len(run.sessions) else ""
+    rows = [
+        _row(number, *pair)
+        for number, pair in enumerate(zip(shown, losses, strict=True), start=first)
+    ]
+    cut = (
+        f" The table has the last {_MOST_SESSIONS} sessions."
+        if len(shown) < len(run.sessions)
+        else ""
+    )
     return [
         heading(f"{run.name}: where the time went" if named else "Where the time went"),
-        paragraph(line[0].upper() + line[1:] + ": updates that are kept, as a share of the wall time." + cut),
+        paragraph(
+            line[0].upper()
+            + line[1:]
+            + ": updates that are kept, as a share of the wall time."
+            + cut
+        ),
         shares_bar([(word, seconds[part]) for part, word in _WORDS.items()]),
         table(_HEADS, rows),
     ]
@@ -60,17 +90,32 @@ def _row(number: int, session: Session, num_lost: int) -> list[object]:
     trained = None if first is None or last is None or last < first else f"{first:,} to {last:,}"
     share = session.goodput
     return [
-        number, f"{datetime.fromtimestamp(session.started, UTC):%Y-%m-%d %H:%M:%S}", session.hosts, session.devices,
-        trained, num_lost, sum(seconds.values()), seconds[TimePart.UPDATES_KEPT], seconds[TimePart.UPDATES_LOST],
-        seconds[TimePart.SINCE_SESSION_BEFORE], sum(seconds[part] for part in _START_PARTS),
-        None if share is None else f"{share:.1%}", session.ended_by,
-    ]  # fmt: skip
+        number,
+        f"{datetime.fromtimestamp(session.started, UTC):%Y-%m-%d %H:%M:%S}",
+        session.hosts,
+        session.devices,
+        trained,
+        num_lost,
+        sum(seconds.values()),
+        seconds[TimePart.UPDATES_KEPT],
+        seconds[TimePart.UPDATES_LOST],
+        seconds[TimePart.SINCE_SESSION_BEFORE],
+        sum(seconds[part] for part in _START_PARTS),
+        None if share is None else f"{share:.1%}",
+        session.ended_by,
+    ]
 
 
 def to_json(runs: Sequence[ReportedRun]) -> dict[str, object]:
-    """Returns the object of `maxbatch report --json`: goodput and seconds of all runs together, and of each."""
+    """Returns the object of `maxbatch report --json`: goodput and seconds of all runs together, and
+    of each.
+    """
     seconds = total_seconds([session for run in runs for session in run.sessions])
-    return {"goodput": goodput(seconds), "seconds": _rounded(seconds), "runs": [_run(run) for run in runs]}
+    return {
+        "goodput": goodput(seconds),
+        "seconds": _rounded(seconds),
+        "runs": [_run(run) for run in runs],
+    }
 
 
 def _run(run: ReportedRun) -> dict[str, object]:

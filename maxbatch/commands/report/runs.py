@@ -23,34 +23,59 @@ from maxbatch.system.storage import AnyPath, missing_folder
 
 SMOOTHED_LOSS = "smoothed loss"
 PANELS = (
-    Panel("Loss", "loss per token (nats)", ((M.LOSS, "faint"), (SMOOTHED_LOSS, "line"), (M.EVAL_LOSS, "points"))),
+    Panel(
+        "Loss",
+        "loss per token (nats)",
+        ((M.LOSS, "faint"), (SMOOTHED_LOSS, "line"), (M.EVAL_LOSS, "points")),
+    ),
     Panel("Global batch", "samples per update", ((M.GLOBAL_BATCH_SIZE, "stairs"),)),
     Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),), smooths=False),
-    Panel("Throughput, without the first updates", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),),
-          are_large=True),
+    Panel(
+        "Throughput, without the first updates",
+        "tokens per second",
+        ((M.TOKENS_PER_SECOND, "line"),),
+        are_large=True,
+    ),
     Panel("Step time", "seconds per update", ((M.STEP_TIME_S, "line"),), is_log=True),
     Panel("Gradient norm", "norm before clipping", ((M.GRAD_NORM, "line"),), is_log=True),
-    Panel("Gradient noise scale", "samples",
-          ((M.GRADIENT_NOISE_SCALE, "faint"), (M.CRITICAL_BATCH_ESTIMATE, "line")), is_log=True),
+    Panel(
+        "Gradient noise scale",
+        "samples",
+        ((M.GRADIENT_NOISE_SCALE, "faint"), (M.CRITICAL_BATCH_ESTIMATE, "line")),
+        is_log=True,
+    ),
     Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
     Panel("Margin of the chosen answers", "mean over the pairs (nats)", ((M.MARGIN, "line"),)),
     Panel("Pairs whose margin is above 0", "share of the pairs", ((M.PAIR_ACCURACY, "line"),)),
-    Panel("Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)),
+    Panel(
+        "Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)
+    ),
     Panel("Balance loss", "1 for even loads", ((M.LOAD_BALANCE_LOSS, "line"),)),
     Panel("Choices beyond capacity", "choices", ((M.DROPPED_TOKENS, "line"),)),
     # Of reinforcement learning.
     Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),
-    Panel("pass@1 on held-out prompts, sampled", "share of the responses", ((M.EVAL_PASS_AT_1, "points"),)),
-    Panel("pass@1 on held-out prompts, greedy", "share of the responses", ((M.EVAL_GREEDY_PASS_AT_1, "points"),)),
-    Panel("Reward on held-out prompts", "mean of the sampled responses", ((M.EVAL_REWARD, "points"),)),
+    Panel(
+        "pass@1 on held-out prompts, sampled",
+        "share of the responses",
+        ((M.EVAL_PASS_AT_1, "points"),),
+    ),
+    Panel(
+        "pass@1 on held-out prompts, greedy",
+        "share of the responses",
+        ((M.EVAL_GREEDY_PASS_AT_1, "points"),),
+    ),
+    Panel(
+        "Reward on held-out prompts", "mean of the sampled responses", ((M.EVAL_REWARD, "points"),)
+    ),
     Panel("Response length", "tokens", ((M.RESPONSE_LENGTH, "line"),)),
     Panel("Entropy", "per token (nats)", ((M.ENTROPY, "line"),)),
     Panel("Divergence from the reference", "per token (nats)", ((M.KL, "line"),)),
     Panel("Clipped", "share of the tokens", ((M.CLIP_FRACTION, "line"),)),
-)  # fmt: skip
+)
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 _OF_FUNCTIONS = M.REWARD_BY_FUNCTION.of("")
-FIRST_UPDATES = 2  # of a run of more than `SHORT_RUN` updates: the machine's caches and clocks are still cold
+# of a run of more than `SHORT_RUN` updates: the machine's caches and clocks are still cold
+FIRST_UPDATES = 2
 SHORT_RUN = 10
 MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
@@ -79,7 +104,15 @@ class ReportedRun:
             has_config = (path / "config.yml").exists()
         config = load_config(str(path / "config.yml")) if has_config else None
         metrics = scan_metrics(path)
-        return cls(name, path, config, metrics.records, read_devices(path), read_sessions(path), metrics.holes)
+        return cls(
+            name,
+            path,
+            config,
+            metrics.records,
+            read_devices(path),
+            read_sessions(path),
+            metrics.holes,
+        )
 
     @property
     def apart(self) -> int:
@@ -88,7 +121,9 @@ class ReportedRun:
 
     @property
     def drawn(self) -> list[int]:
-        """Indices of the records that are drawn: all, or every k-th, the starts of stages, the evals and the last."""
+        """Indices of the records that are drawn: all, or every k-th, the starts of stages, the
+        evals and the last.
+        """
         return [
             i
             for i, record in enumerate(self.records)
@@ -100,8 +135,12 @@ class ReportedRun:
 
     @functools.cached_property
     def tasks(self) -> dict[str, tuple[int, float | None]]:
-        """The scores of lm-evaluation-harness tasks: for each metric the step of its last eval, and the score."""
-        evals = [record for record in self.records if any(name.startswith(_TASK) for name in record)]
+        """The scores of lm-evaluation-harness tasks: for each metric the step of its last eval, and
+        the score.
+        """
+        evals = [
+            record for record in self.records if any(name.startswith(_TASK) for name in record)
+        ]
         return {
             name: (record[M.STEP], score)
             for record in evals
@@ -114,7 +153,9 @@ class ReportedRun:
         records, drawn = self.records, self.drawn
         seconds = list(itertools.accumulate(self._seconds()))
         counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN}
-        axes: dict[str, list[Any]] = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
+        axes: dict[str, list[Any]] = {
+            axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()
+        }
         axes["tokens"] = [self.tokens[i] for i in drawn]
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
         names = (*COLUMNS, *self.named_columns)
@@ -127,11 +168,14 @@ class ReportedRun:
 
     @functools.cached_property
     def tokens(self) -> list[int]:
-        """Tokens trained on after each update; those of lines without them, of older runs, are slots."""
+        """Tokens trained on after each update; those of lines without them, of older runs, are
+        slots.
+        """
         totals, slots_before = list[int](), 0
         for record in self.records:
             slots = record[M.TOKENS_SEEN]
-            if not totals and record[M.STEP] > 1:  # of a run that took another's place: what that one trained on
+            # of a run that took another's place: what that one trained on
+            if not totals and record[M.STEP] > 1:
                 totals.append(slots)
             else:
                 tokens = record.get(M.TOKENS, slots - slots_before)
@@ -142,7 +186,11 @@ class ReportedRun:
     @property
     def reward_functions(self) -> list[str]:
         """The metrics of the single reward functions, if there are several."""
-        return [name for name in (self.records[-1] if self.records else ()) if name.startswith(_OF_FUNCTIONS)]
+        return [
+            name
+            for name in (self.records[-1] if self.records else ())
+            if name.startswith(_OF_FUNCTIONS)
+        ]
 
     @property
     def named_columns(self) -> list[str]:
@@ -200,52 +248,85 @@ class ReportedRun:
         evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
         rates = [rate for record in self.steady if (rate := record.get(M.TOKENS_PER_SECOND))]
         return [
-            self.name, last[M.STEP], last[M.SAMPLES_SEEN], self.tokens[-1],
+            self.name,
+            last[M.STEP],
+            last[M.SAMPLES_SEEN],
+            self.tokens[-1],
             most if first == most else f"{first:,} to {most:,}",
-            self._smoothed_loss()[-1], evals[-1] if evals else None, statistics.median(rates) if rates else None,
+            self._smoothed_loss()[-1],
+            evals[-1] if evals else None,
+            statistics.median(rates) if rates else None,
             f"{self.seconds:,.1f} s",
-            *([f"{self.devices[-1].num_devices:,} x {self.devices[-1].device_kind}", self.devices[-1].num_hosts]
-              if self.devices else [None, None]),
-        ]  # fmt: skip
+            *(
+                [
+                    f"{self.devices[-1].num_devices:,} x {self.devices[-1].device_kind}",
+                    self.devices[-1].num_hosts,
+                ]
+                if self.devices
+                else [None, None]
+            ),
+        ]
 
     def task_scores(self) -> list[list[object]]:
         """Returns the cells of `TASK_HEADS` for each score of a task, of the last eval."""
-        return [[self.name, name.removeprefix(_TASK), score, step] for name, (step, score) in self.tasks.items()]
+        return [
+            [self.name, name.removeprefix(_TASK), score, step]
+            for name, (step, score) in self.tasks.items()
+        ]
 
     def stage_rates(self) -> list[list[object]]:
-        """Returns the cells of `STAGE_HEADS` for each stage of the ramp, the medians of its updates."""
+        """Returns the cells of `STAGE_HEADS` for each stage of the ramp, the medians of its
+        updates.
+        """
         rows: list[list[object]] = []
         for stage in sorted({record[M.STAGE] for record in self.records}):
             own = [record for record in self.records if record[M.STAGE] == stage]
             steady = [record for record in self.steady if record[M.STAGE] == stage] or own
             medians = (
-                _median([record.get(name) for record in steady]) for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
+                _median([record.get(name) for record in steady])
+                for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
             )
-            rows.append([self.name, stage, max(record[M.GLOBAL_BATCH_SIZE] for record in own), len(own), *medians])
+            rows.append(
+                [
+                    self.name,
+                    stage,
+                    max(record[M.GLOBAL_BATCH_SIZE] for record in own),
+                    len(own),
+                    *medians,
+                ]
+            )
         return rows
 
 
 def without_noise_scale(run: ReportedRun) -> str | None:
-    """Returns why a run has no gradient noise scale; None if it has one, or if such runs measure none."""
+    """Returns why a run has no gradient noise scale; None if it has one, or if such runs measure
+    none.
+    """
     measured = [record for record in run.records if M.GRADIENT_NOISE_SCALE in record]
     if not measured:
-        is_off = run.config is not None and not (run.config.recipe.is_sampled or run.config.gradient_noise_scale)
+        is_off = run.config is not None and not (
+            run.config.recipe.is_sampled or run.config.gradient_noise_scale
+        )
         return "gradient_noise_scale=false does not measure it" if is_off else None
     if any(record[M.GRADIENT_NOISE_SCALE] is not None for record in measured):
         return None
     if all(record.get(M.NUM_MICRO_BATCHES) == 1 for record in measured):
         return (
-            "it compares parts of an update, and each update of this run is a single part: one micro-batch, and no "
-            "data axis in the mesh. With gradient_accumulation_steps=2 it is measured"
+            "it compares parts of an update, and each update of this run is a single part: one "
+            "micro-batch, and no data axis in the mesh. With gradient_accumulation_steps=2 it is "
+            "measured"
         )
     return "no estimate is positive so far; it is an average over about a hundred updates"
 
 
 def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
-    """Returns `PANELS`, with a panel for each reward function behind the reward's, and one for each task at the end."""
+    """Returns `PANELS`, with a panel for each reward function behind the reward's, and one for each
+    task at the end.
+    """
     rewards = dict.fromkeys(name for run in runs for name in run.reward_functions)
     single = [
-        Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),)) for name in rewards
+        Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),))
+        for name in rewards
     ]
     tasks = dict.fromkeys(name for run in runs for name in run.tasks)
     scores = [Panel(name.removeprefix(_TASK), "score", ((name, "points"),)) for name in tasks]
@@ -260,7 +341,8 @@ def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
         sample = run.records[:: max(1, len(run.records) // 100)]
         names = (*_AXES, *COLUMNS, *run.named_columns)
         drawn = [[record.get(name) for name in names] for record in sample]
-        each = len(json.dumps(drawn)) / max(1, len(sample)) + 25  # and the time and the smoothed loss
+        # and the time and the smoothed loss
+        each = len(json.dumps(drawn)) / max(1, len(sample)) + 25
         most = max(100, min(MOST_POINTS, int(MOST_BYTES / len(runs) / each)))
         fitting.append(dataclasses.replace(run, most_points=most))
     return fitting
@@ -272,11 +354,28 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 TASK_HEADS = ("run", "score of a task", "last", "after updates")
-STAGE_HEADS = ("run", "stage", "global batch", "updates", "median tokens/s", "median step time (s)", "median MFU")
+STAGE_HEADS = (
+    "run",
+    "stage",
+    "global batch",
+    "updates",
+    "median tokens/s",
+    "median step time (s)",
+    "median MFU",
+)
 SUMMARY_HEADS = (
-    "run", "steps", "samples", "tokens", "global batch", "smoothed loss", "last eval loss", "median tokens/s",
-    "time in updates", "devices", "hosts",
-)  # fmt: skip
+    "run",
+    "steps",
+    "samples",
+    "tokens",
+    "global batch",
+    "smoothed loss",
+    "last eval loss",
+    "median tokens/s",
+    "time in updates",
+    "devices",
+    "hosts",
+)
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
@@ -285,7 +384,9 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
     counts = [0, *itertools.accumulate(int(value is not None) for value in values)]
     starts = (max(0, end - window) for end in range(1, len(values) + 1))
     return [
-        (sums[end] - sums[start]) / (counts[end] - counts[start]) if counts[end] > counts[start] else None
+        (sums[end] - sums[start]) / (counts[end] - counts[start])
+        if counts[end] > counts[start]
+        else None
         for end, start in enumerate(starts, start=1)
     ]
 

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=local_path, metavar="SWEEP.yml", help=file)
     again = "run failed trials again (not those that diverged)"
     parser.add_argument("--retry-failed", action="store_true", help=again)
-    parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; progress goes to standard error"
+    )
     add_svg(parser)
     add_ray(parser, "trials")
 
@@ -60,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
         locked(folder.path, "sweeps") as lock,
     ):
         start = (
-            functools.partial(RemoteTrainingProcess, cluster) if cluster else functools.partial(TrainingProcess, lock)
+            functools.partial(RemoteTrainingProcess, cluster)
+            if cluster
+            else functools.partial(TrainingProcess, lock)
         )
         if args.retry_failed:
             forget_failed(folder, sweep.metric)
@@ -84,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
 class TrialRuns:
     """The trials of a sweep for the supervisor; prints a line at the start and the end of each."""
 
-    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, progress: LinesAboveBar) -> None:
+    def __init__(
+        self, folder: SweepFolder, study: SweepStudy, metric: str, progress: LinesAboveBar
+    ) -> None:
         self._folder, self._study, self._metric, self._progress = folder, study, metric, progress
 
     def next(self) -> ChildRun[Trial] | None:
@@ -116,7 +122,8 @@ class TrialRuns:
         reason = f" ({why})" if why else ""
         ended = "" if end.status is None else f" ({self._study.counted})"
         self._progress.say(
-            f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}{ended}"
+            f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: "
+            f"{trial.title}{ended}"
         )
 
 
@@ -128,14 +135,23 @@ def forget_failed(folder: SweepFolder, metric: str) -> None:
 
 
 def conclude(
-    sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console, svg: AnyPath | None
+    sweep: SweepFile,
+    folder: SweepFolder,
+    results: Sequence[Result],
+    console: Console,
+    svg: AnyPath | None,
 ) -> None:
-    """Prints the table and the next command to type, and writes the page, and its plots into the folder `svg`."""
+    """Prints the table and the next command to type, and writes the page, and its plots into the
+    folder `svg`.
+    """
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
     num_failed = sum(result.status == Status.FAILED for result in results)
-    again = f"{counted(num_failed, 'trial')} failed; --retry-failed runs {'it' if num_failed == 1 else 'them'} again"
+    again = (
+        f"{counted(num_failed, 'trial')} failed; --retry-failed runs "
+        f"{'it' if num_failed == 1 else 'them'} again"
+    )
     if best.status != Status.DONE:
         remedy = f"; {again}" if num_failed else ""
         why = f"trial {best.trial.number}: {best.reason}"
@@ -149,7 +165,9 @@ def conclude(
     console.print(page.save(folder.path / "sweep.html"))
     if svg is not None:
         console.print(page.write_svg(svg))
-    console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
+    console.print(
+        f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}"
+    )
     for sentence in found["at_the_edge"]:
         console.print(sentence)
     console.print(folded_command(f"next: {shlex.join(words)}", 6, terminal_width()))
@@ -163,13 +181,19 @@ def results_table(results: Sequence[Result], metric: str) -> Table:
     table = PlainTable("trial", *swept, *heads, justify="right")
     table.add_column("status", no_wrap=True)
     for result in results:
-        values = [_number(value) for value in (result.value, result.at_equal_tokens)[: 1 + compared]]
+        values = [
+            _number(value) for value in (result.value, result.at_equal_tokens)[: 1 + compared]
+        ]
         reason = f": {shown(result.reason, 100)}" if result.reason else ""
         texts = [str(result.trial.number), *(result.trial.overrides[key] for key in swept)]
         table.add_row(
-            *texts, *values, f"{result.steps:,}", f"{result.tokens:,}", Text(f"{result.status}{reason}"),
+            *texts,
+            *values,
+            f"{result.steps:,}",
+            f"{result.tokens:,}",
+            Text(f"{result.status}{reason}"),
             style=None if result.status == Status.DONE else "dim",
-        )  # fmt: skip
+        )
     return table
 
 

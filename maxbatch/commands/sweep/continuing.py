@@ -12,7 +12,9 @@ from maxbatch.system.errors import ConfigError
 
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with its folder, refuses another sweep, and records the file's settings."""
+    """Compares a sweep file with its folder, refuses another sweep, and records the file's
+    settings.
+    """
     settings: dict[str, object] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
@@ -27,7 +29,11 @@ def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
 
 
 def _compare(sweep: SweepFile, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    fixed = {"grid": ("sampler",), "random": ("sampler", "seed"), "optuna": ("sampler", "seed", "metric")}
+    fixed = {
+        "grid": ("sampler",),
+        "random": ("sampler", "seed"),
+        "optuna": ("sampler", "seed", "metric"),
+    }
     for name in fixed[sweep.sampler]:
         if before[name] != now[name]:
             raise _changed(sweep, f"{name}: {before[name]}, not {now[name]}")
@@ -37,27 +43,38 @@ def _compare(sweep: SweepFile, before: Mapping[str, Any], now: Mapping[str, Any]
             raise _changed(sweep, f"parameters {'with' if key in old else 'without'} {key}")
         # A grid may grow; its trials are compared one by one.
         if old[key] != new[key] and sweep.sampler != "grid":
-            was, is_now = (shown(str(parameters[key]).replace("'", "")) for parameters in (old, new))
+            was, is_now = (
+                shown(str(parameters[key]).replace("'", "")) for parameters in (old, new)
+            )
             raise _changed(sweep, f"{key}: {was}, not {is_now}")
 
 
 def check_recorded(
     sweep: SweepFile, recorded: Sequence[Trial], grid: Container[frozenset[tuple[str, str]]] | None
 ) -> None:
-    """Refuses recorded trials that the sweep now makes differently; `grid` holds the items of its combinations."""
+    """Refuses recorded trials that the sweep now makes differently; `grid` holds the items of its
+    combinations.
+    """
     for trial in recorded:
         if grid is not None and frozenset(trial.overrides.items()) not in grid:
-            raise _changed(sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold")
+            raise _changed(
+                sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold"
+            )
     if sweep.sampler == "random" and len(recorded) > (sweep.trials or 0):
-        raise _changed(sweep, f"{len(recorded)} trials, not {sweep.trials}, but trials may only be raised")
+        raise _changed(
+            sweep, f"{len(recorded)} trials, not {sweep.trials}, but trials may only be raised"
+        )
     for trial in recorded:
         config = sweep.resolved(trial.overrides) if trial.config is not None else {}
         for key, text in (trial.config or {}).items():
             if config.get(key, text) != text:
-                raise _changed(sweep, f"{key}={shown(text)}, not {shown(config[key])} (trial {trial.number})")
+                raise _changed(
+                    sweep, f"{key}={shown(text)}, not {shown(config[key])} (trial {trial.number})"
+                )
 
 
 def _changed(sweep: SweepFile, difference: str) -> ConfigError:
     return ConfigError(
-        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or its settings"
+        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or its "
+        "settings"
     )

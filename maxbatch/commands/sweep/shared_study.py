@@ -1,4 +1,6 @@
-"""The study of a sweep that several machines shared with maxbatch 0.4, in their database, which is only read."""
+"""The study of a sweep that several machines shared with maxbatch 0.4, in their database, which is
+only read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _LONGEST = 160  # characters of a database's message
 
 
 def shared_trials(library: ModuleType, sweep: SweepFile) -> Sequence[optuna.trial.FrozenTrial]:
-    """Returns the trials of a study in the database that a sweep file names as `storage`, by the library Optuna.
+    """Returns the trials of a study in the database that a sweep file names as `storage`, by the
+    library Optuna.
 
     Raises:
       ConfigError: the study cannot be read, or is of other parameters.
@@ -36,13 +39,18 @@ def shared_trials(library: ModuleType, sweep: SweepFile) -> Sequence[optuna.tria
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = " ".join(str(getattr(cause, "orig", None) or cause).split())[:_LONGEST] or type(cause).__name__
+        reason = (
+            " ".join(str(getattr(cause, "orig", None) or cause).split())[:_LONGEST]
+            or type(cause).__name__
+        )
         raise ConfigError(
             f"{place} cannot be read ({_without_password(reason)}); "
             "without storage, the trials in sweep_dir and new ones are the sweep"
         ) from None
     if before != now:
-        raise ConfigError(f"{place} has the parameters {before}, not {now}; works: another sweep, without storage")
+        raise ConfigError(
+            f"{place} has the parameters {before}, not {now}; works: another sweep, without storage"
+        )
     return trials
 
 

@@ -32,7 +32,9 @@ class Choices:
         """Reads a list of texts, each with whether it was written without quotes."""
         values = tuple(value_text(key.read(text, plain)) for text, plain in texts)
         if not values:
-            raise ConfigError(f"{key.name}: a list must hold at least one value; works: [{key.default}]")
+            raise ConfigError(
+                f"{key.name}: a list must hold at least one value; works: [{key.default}]"
+            )
         for value in values:
             if values.count(value) > 1:
                 works = ", ".join(dict.fromkeys(values))
@@ -82,24 +84,49 @@ class Range:
     @classmethod
     def read(cls, key: Key, low: str, high: str, is_log: bool, step: str | None) -> Range:
         if key.kind not in NUMBERS:
-            raise ConfigError(f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]")
+            raise ConfigError(
+                f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]"
+            )
         ends = [key.read(text) for text in (low, high)]
         if None in ends:
-            raise ConfigError(f"{key.name}: low and high must be numbers; works: a list of values with null in it")
+            raise ConfigError(
+                f"{key.name}: low and high must be numbers; works: a list of values with null in it"
+            )
         if any(isinstance(end, str) for end in ends):
-            raise ConfigError(f"{key.name}: low and high must be numbers of samples; works: a list, [{low}, {high}]")
+            raise ConfigError(
+                f"{key.name}: low and high must be numbers of samples; works: a list, [{low}, "
+                f"{high}]"
+            )
         bottom, top = (exact(end) for end in ends if not isinstance(end, str | None))
         width = None if step is None else _step(step)
         number = "a whole number" if _is_whole(key) else "a number"
         for is_broken, rule, works in (
-            (bottom >= top, f"low={low} must be less than high={high}", f"{{low: {high}, high: {low}}}"),
-            (is_log and bottom <= 0, f"low={low} must be greater than 0 where log is true", "log: false"),
-            (width is not None and (width <= 0 or (_is_whole(key) and width.denominator != 1)),
-             f"step={shown(step or '')} must be {number} greater than 0", "step: 1"),
-            (is_log and width is not None, f"step={step} must not be given where log is true", "log: false"),
-            (width is not None and width > top - bottom, f"step={step} must be at most high - low",
-             f"step: {plain_number(top - bottom)}"),
-        ):  # fmt: skip
+            (
+                bottom >= top,
+                f"low={low} must be less than high={high}",
+                f"{{low: {high}, high: {low}}}",
+            ),
+            (
+                is_log and bottom <= 0,
+                f"low={low} must be greater than 0 where log is true",
+                "log: false",
+            ),
+            (
+                width is not None and (width <= 0 or (_is_whole(key) and width.denominator != 1)),
+                f"step={shown(step or '')} must be {number} greater than 0",
+                "step: 1",
+            ),
+            (
+                is_log and width is not None,
+                f"step={step} must not be given where log is true",
+                "log: false",
+            ),
+            (
+                width is not None and width > top - bottom,
+                f"step={step} must be at most high - low",
+                f"step: {plain_number(top - bottom)}",
+            ),
+        ):
             if is_broken:
                 raise ConfigError(f"{key.name}: {rule}; works: {works}")
         return cls(key, bottom, top, is_log, width)
@@ -107,7 +134,9 @@ class Range:
     def grid(self) -> list[str]:
         if self.step is None:
             works = f"[{plain_number(self.low)}, {plain_number(self.high)}]"
-            raise ConfigError(f"{self.key.name}: a grid needs a list of values, or a step; works: {works}")
+            raise ConfigError(
+                f"{self.key.name}: a grid needs a list of values, or a step; works: {works}"
+            )
         number = (self.high - self.low) // self.step + 1
         if number > MOST_GRID_VALUES:
             raise ConfigError(
@@ -120,12 +149,18 @@ class Range:
         name, low, high, step = self.key.name, self.low, self.high, self.step
         if _is_whole(self.key):
             width = 1 if step is None else int(step)
-            return self.text(trial.suggest_int(name, int(low), int(high), step=width, log=self.is_log))
+            return self.text(
+                trial.suggest_int(name, int(low), int(high), step=width, log=self.is_log)
+            )
         gap = None if step is None else float(step)
-        return self.text(trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log))
+        return self.text(
+            trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log)
+        )
 
     def suggested(self, text: str) -> float:
-        """Returns the suggestion behind the text of an override, which has only the first six digits of a real."""
+        """Returns the suggestion behind the text of an override, which has only the first six
+        digits of a real.
+        """
         number = min(max(Fraction(text), self.low), self.high)
         if self.step is not None:
             steps = min(round((number - self.low) / self.step), (self.high - self.low) // self.step)
@@ -134,7 +169,11 @@ class Range:
 
     def to_json(self) -> dict[str, object]:
         """Returns the entry of the key in a sweep's records."""
-        ends = {"low": str(plain_number(self.low)), "high": str(plain_number(self.high)), "log": self.is_log}
+        ends = {
+            "low": str(plain_number(self.low)),
+            "high": str(plain_number(self.high)),
+            "log": self.is_log,
+        }
         return ends if self.step is None else ends | {"step": str(plain_number(self.step))}
 
     def text(self, value: Fraction | float | int) -> str:

@@ -31,10 +31,10 @@ _SAMPLED = 20  # random combinations tried before a sweep whose config refuses t
 class SweepStudy:
     """The trials of a sweep: all of them, those that may start now, and their results.
 
-    The combinations of a grid are taken in their order, so that a grid may grow, which Optuna's GridSampler does not
-    allow. Optuna's random sampler and TPE (`optuna`) suggest the values of the others.
-    With `pruner: median` trials are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps
-    of different batches cannot be compared.
+    The combinations of a grid are taken in their order, so that a grid may grow, which Optuna's
+    GridSampler does not allow. Optuna's random sampler and TPE (`optuna`) suggest the values of the
+    others. With `pruner: median` trials are pruned by the median of the others' eval losses at
+    equal `tokens_seen`, since steps of different batches cannot be compared.
     """
 
     def __init__(self, sweep: SweepFile, folder: SweepFolder) -> None:
@@ -46,12 +46,16 @@ class SweepStudy:
         check_settings(sweep, folder)
         pruners = self._optuna.pruners
         self._study = self._optuna.create_study(
-            pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.pruner == "median" else pruners.NopPruner()
+            pruner=pruners.MedianPruner(n_startup_trials=4)
+            if sweep.pruner == "median"
+            else pruners.NopPruner()
         )
         taken = {_items(trial.overrides) for trial in recorded}
-        self._left = grid and deque(one for one in grid if _items(one) not in taken)  # of a grid: without a trial
+        # of a grid: without a trial
+        self._left = grid and deque(one for one in grid if _items(one) not in taken)
         self._numbers: set[int] = set()  # of all trials
-        self._trials: dict[int, optuna.Trial] = {}  # by number, but for those that ended on other machines
+        # by number, but for those that ended on other machines
+        self._trials: dict[int, optuna.Trial] = {}
         self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
         self._waiting: deque[Trial] = deque()  # recorded, to start
         self._stopped: deque[Trial] = deque()  # to start again, after all others
@@ -65,7 +69,9 @@ class SweepStudy:
         self._add_shared()
 
     def _add_shared(self) -> None:
-        """Adds the trials of other machines: those that ended count, the others start here, from their first update."""
+        """Adds the trials of other machines: those that ended count, the others start here, from
+        their first update.
+        """
         for found in shared_trials(self._optuna, self._sweep) if self._sweep.storage else ():
             if found.number in self._numbers or len(found.params) < len(self._sweep.parameters):
                 continue
@@ -73,14 +79,20 @@ class SweepStudy:
                 self._study.add_trial(found)
                 self._numbers.add(found.number)
             else:
-                overrides = {p.key.name: p.text(found.params[p.key.name]) for p in self._sweep.parameters}
+                overrides = {
+                    p.key.name: p.text(found.params[p.key.name]) for p in self._sweep.parameters
+                }
                 self._begin(found.number, overrides)
                 self._record(found.number, overrides)
 
     @property
     def num_trials(self) -> int:
         begun = len(self._numbers)
-        return begun + len(self._left) if self._left is not None else max(begun, self._sweep.trials or 0)
+        return (
+            begun + len(self._left)
+            if self._left is not None
+            else max(begun, self._sweep.trials or 0)
+        )
 
     @property
     def num_ended(self) -> int:
@@ -113,30 +125,42 @@ class SweepStudy:
         self._stopped.append(trial)
 
     def _begin(self, number: int, overrides: Overrides | None) -> Overrides:
-        """Adds a trial to the study, with values that the sampler suggests if it has none; returns its values."""
+        """Adds a trial to the study, with values that the sampler suggests if it has none; returns
+        its values.
+        """
         self._study.sampler = self._sampler(number)
         is_grid = self._left is not None
         if overrides is not None and not is_grid:
-            self._study.enqueue_trial({p.key.name: p.suggested(overrides[p.key.name]) for p in self._sweep.parameters})
+            self._study.enqueue_trial(
+                {p.key.name: p.suggested(overrides[p.key.name]) for p in self._sweep.parameters}
+            )
         self._numbers.add(number)
         self._trials[number] = asked = self._study.ask()
         suggested = {} if is_grid else _suggested(self._sweep, asked)
         return suggested if overrides is None else overrides
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Returns the sampler of one trial, whose seed is its own: a restart does not repeat the first suggestions."""
+        """Returns the sampler of one trial, whose seed is its own: a restart does not repeat the
+        first suggestions.
+        """
         seed = zlib.crc32(f"{self._sweep.seed} {number} ".encode())
         samplers = self._optuna.samplers
         is_random = self._sweep.sampler == "random"
         sampler: optuna.samplers.BaseSampler = (
-            samplers.RandomSampler(seed) if is_random else samplers.TPESampler(seed=seed, constant_liar=True)
+            samplers.RandomSampler(seed)
+            if is_random
+            else samplers.TPESampler(seed=seed, constant_liar=True)
         )
         return sampler
 
     def _record(self, number: int, overrides: Overrides) -> None:
-        """Makes the folder of a trial, and queues it; a trial that the config refuses fails at once."""
+        """Makes the folder of a trial, and queues it; a trial that the config refuses fails at
+        once.
+        """
         try:
-            self._waiting.append(self._folder.add(number, overrides, self._sweep.resolved(overrides)))
+            self._waiting.append(
+                self._folder.add(number, overrides, self._sweep.resolved(overrides))
+            )
         except ConfigError as error:
             trial = self._folder.add(number, overrides, None)
             self._folder.finish(trial, Status.FAILED, str(error))
@@ -146,7 +170,11 @@ class SweepStudy:
         """Reports the new evals of a running trial; returns the reason to prune it, or None."""
         if self._sweep.pruner == "none":
             return None
-        evals = [record for record in scan_metrics(trial.folder).records if record.get(Metric.EVAL_LOSS) is not None]
+        evals = [
+            record
+            for record in scan_metrics(trial.folder).records
+            if record.get(Metric.EVAL_LOSS) is not None
+        ]
         new = evals[self._num_reported.get(trial.number, 0) :]
         if not new:
             return None
@@ -162,16 +190,21 @@ class SweepStudy:
     def finished(self, result: Result) -> None:
         """Tells the study how a trial ended."""
         state = self._optuna.trial.TrialState
-        # A diverged trial counts as pruned, so that the sampler avoids its region; it would ignore a failure.
+        # A diverged trial counts as pruned, so that the sampler avoids its region; it would ignore
+        # a failure.
         states = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}
         told = states.get(Status(result.status), state.PRUNED)
         self._study.tell(
-            self._trials[result.trial.number], result.value if told == state.COMPLETE else None, state=told
+            self._trials[result.trial.number],
+            result.value if told == state.COMPLETE else None,
+            state=told,
         )
 
 
 def check_combinations(sweep: SweepFile) -> None:
-    """Refuses a sweep if its config refuses every combination of a grid, or every one of a few random ones."""
+    """Refuses a sweep if its config refuses every combination of a grid, or every one of a few
+    random ones.
+    """
     if sweep.sampler == "grid":
         tried, which = _combinations(sweep), "the "
     else:
@@ -197,7 +230,9 @@ def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'") from None
+        raise ConfigError(
+            "maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -208,8 +243,8 @@ def _combinations(sweep: SweepFile) -> list[Overrides]:
     count = math.prod(map(len, axes))
     if count > MOST_COMBINATIONS:
         raise ConfigError(
-            f"{sweep.path}: parameters make {count:,} combinations, more than {MOST_COMBINATIONS:,}; "
-            "works: sampler: random"
+            f"{sweep.path}: parameters make {count:,} combinations, more than "
+            f"{MOST_COMBINATIONS:,}; works: sampler: random"
         )
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*axes)]
 

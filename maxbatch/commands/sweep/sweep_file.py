@@ -61,7 +61,9 @@ class SweepFile:
 
     @classmethod
     def read(cls, name: str) -> SweepFile:
-        """Reads a sweep file, or one of configs/sweeps by its name; raises ConfigError for an invalid one."""
+        """Reads a sweep file, or one of configs/sweeps by its name; raises ConfigError for an
+        invalid one.
+        """
         path = _find(name)
         root = compose(path, "sweep file")
         if root is None:
@@ -72,21 +74,32 @@ class SweepFile:
                 rule = "is a config key, which belongs under base or parameters"
                 rule = rule if key in KEYS else f"unknown key; {nearest_or_all(key, _KEYS)}"
                 raise ConfigError(f"{where}: {shown(key)}: {rule}")
-        values: dict[str, Any] = {setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS}
-        if "pruner" not in nodes and values["sampler"] == "optuna" and values["metric"] == Metric.EVAL_LOSS:
+        values: dict[str, Any] = {
+            setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS
+        }
+        if (
+            "pruner" not in nodes
+            and values["sampler"] == "optuna"
+            and values["metric"] == Metric.EVAL_LOSS
+        ):
             values["pruner"] = "median"
         _check_sampler(path, nodes, values)
-        return cls(**values | {
-            "path": path,
-            "base": _base(path, nodes.get("base")),
-            "sweep_dir": as_typed(values["sweep_dir"] or f"runs/{path.stem}"),
-            "trials": None if values["sampler"] == "grid" else values["trials"],
-            "storage": values["storage"] or None,
-            "parameters": _parameters(path, nodes.get("parameters")),
-        })  # fmt: skip
+        return cls(
+            **values
+            | {
+                "path": path,
+                "base": _base(path, nodes.get("base")),
+                "sweep_dir": as_typed(values["sweep_dir"] or f"runs/{path.stem}"),
+                "trials": None if values["sampler"] == "grid" else values["trials"],
+                "storage": values["storage"] or None,
+                "parameters": _parameters(path, nodes.get("parameters")),
+            }
+        )
 
     def resolved(self, overrides: Overrides) -> dict[str, str]:
-        """Returns the config of a combination, every key but run_dir as text, for comparing trials."""
+        """Returns the config of a combination, every key but run_dir as text, for comparing
+        trials.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "base.yml"
             path.write_text(self.base, encoding="utf-8")
@@ -98,7 +111,10 @@ class SweepFile:
                 place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
                 raise ConfigError(re.sub(place, f"{self.path}, base", str(error))) from None
         if self.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
-            raise ConfigError(f"{self.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss")
+            raise ConfigError(
+                f"{self.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: "
+                "loss"
+            )
         return {name: value_text(value) for name, value in config.items() if name != "run_dir"}
 
 
@@ -109,7 +125,9 @@ def _find(name: str) -> Path:
     ready = {file.stem: file for file in sorted(folder.glob("*.yml"))}
     known = ready.get(name.removeprefix("configs/sweeps/").removesuffix(".yml"))
     if known is None:
-        raise ConfigError(f"sweep file {shown(name)}: does not exist; a ready one: {', '.join(ready)}")
+        raise ConfigError(
+            f"sweep file {shown(name)}: does not exist; a ready one: {', '.join(ready)}"
+        )
     return known
 
 
@@ -129,17 +147,25 @@ def _read(setting: Scalar, entry: tuple[yaml.Node, str] | None) -> Value:
 def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> None:
     sampler = values["sampler"]
     if sampler == "grid" and "trials" in nodes:
-        raise ConfigError(f"{nodes['trials'][1]}: trials={values['trials']}: must not be given for a grid, which has "
-                          "one trial per combination; works: sampler: random")  # fmt: skip
+        raise ConfigError(
+            f"{nodes['trials'][1]}: trials={values['trials']}: must not be given for a grid, "
+            "which has one trial per combination; works: sampler: random"
+        )
     if sampler != "grid" and "trials" not in nodes:
-        raise ConfigError(f"{path}: trials must be a number, since sampler is {sampler}; works: trials: 20")
+        raise ConfigError(
+            f"{path}: trials must be a number, since sampler is {sampler}; works: trials: 20"
+        )
     if values["pruner"] == "median" and values["metric"] != Metric.EVAL_LOSS:
-        raise ConfigError(f"{nodes['pruner'][1]}: pruner=median: compares evals, which metric={values['metric']} does "
-                          "not count; works: pruner: none")  # fmt: skip
+        raise ConfigError(
+            f"{nodes['pruner'][1]}: pruner=median: compares evals, which "
+            f"metric={values['metric']} does not count; works: pruner: none"
+        )
     if sampler != "optuna" and "storage" in nodes:
         storage = shown(str(values["storage"]))
-        raise ConfigError(f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "
-                          f"is {sampler}; works: sampler: optuna")  # fmt: skip
+        raise ConfigError(
+            f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "
+            f"is {sampler}; works: sampler: optuna"
+        )
 
 
 def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
@@ -148,7 +174,9 @@ def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
         return ""
     for name, value, where in pairs(path, entry[0]):
         if name == "run_dir":
-            raise ConfigError(f"{where}: run_dir: each trial has its own; works: sweep_dir, without run_dir")
+            raise ConfigError(
+                f"{where}: run_dir: each trial has its own; works: sweep_dir, without run_dir"
+            )
         if name == "base_config" and isinstance(value, yaml.ScalarNode) and value.value:
             beside = path.parent / value.value
             if os.path.exists(beside):  # no error for an impossible file name
@@ -180,7 +208,9 @@ def _parameter(path: Path, key: Key, node: yaml.Node) -> Parameter:
         return _range(path, key, node)
     if isinstance(node, yaml.ScalarNode):
         value = shown(node.value)
-        raise ConfigError(f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]")
+        raise ConfigError(
+            f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]"
+        )
     if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
         raise ConfigError(f"{key.name}: must be a list of single values; works: [{key.default}]")
     return Choices.read(key, [(item.value, item.style is None) for item in node.value])

@@ -1,6 +1,7 @@
 """Words of other frameworks, each with its key here or the reason for having none (`words.txt`).
 
-The table is read on first use, since most runs need no word. Hints, docs and `maxbatch import` use it.
+The table is read on first use, since most runs need no word. Hints, docs and `maxbatch import` use
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ FRAMEWORKS = {
     "openrlhf": "OpenRLHF", "slime": "slime", "composer": "Composer", "paxml": "Paxml",
 }  # fmt: skip
 
-_OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared)
+_OF_PROMPTS = frozenset(
+    key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared
+)
 
 
 class Word(NamedTuple):
@@ -52,9 +55,9 @@ class Word(NamedTuple):
     @property
     def is_of_prompts(self) -> bool:
         """Whether it is a word of reinforcement learning."""
-        return set(self.whose) <= {"trl", "verl", "nemo_rl", "openrlhf", "slime"} or not set(self.keys).isdisjoint(
-            _OF_PROMPTS
-        )
+        return set(self.whose) <= {"trl", "verl", "nemo_rl", "openrlhf", "slime"} or not set(
+            self.keys
+        ).isdisjoint(_OF_PROMPTS)
 
     @property
     def changes_data(self) -> bool:
@@ -81,7 +84,11 @@ def _listed(names: Sequence[str]) -> str:
 def rows() -> tuple[Word, ...]:
     """Returns the table, in its order."""
     lines = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
-    cells = ([cell.strip() for cell in line.split("|")] for line in lines if "|" in line and not line.startswith("#"))
+    cells = (
+        [cell.strip() for cell in line.split("|")]
+        for line in lines
+        if "|" in line and not line.startswith("#")
+    )
     return tuple(
         Word(word, tuple(whose.split(", ")), here, why)
         for words, whose, here, why in cells
@@ -103,7 +110,9 @@ def _patterns() -> tuple[Word, ...]:
 
 
 def normal(word: str) -> str:
-    """Returns a flag or a name in the table's spelling: no leading dashes, `-` and blanks as `_`, lower case."""
+    """Returns a flag or a name in the table's spelling: no leading dashes, `-` and blanks as `_`,
+    lower case.
+    """
     return re.sub(r"[-\s]+", "_", word.strip().lstrip("-")).lower()
 
 
@@ -124,5 +133,13 @@ def look_up(word: str, whose: str | None = None) -> Word | None:
     # MaxText's configs are flat: a nested mapping belongs to another model.
     tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
     exact = (row for tried in dict.fromkeys(tried_names) for row in _by_word().get(tried, ()))
-    patterns = (row for tried in dict.fromkeys(tried_names) for row in _patterns() if fnmatchcase(tried, row.word))
-    return next((row for row in itertools.chain(exact, patterns) if whose is None or whose in row.whose), None)
+    patterns = (
+        row
+        for tried in dict.fromkeys(tried_names)
+        for row in _patterns()
+        if fnmatchcase(tried, row.word)
+    )
+    return next(
+        (row for row in itertools.chain(exact, patterns) if whose is None or whose in row.whose),
+        None,
+    )

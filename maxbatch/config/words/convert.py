@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.values import Value, counted, exact, field_names, of_duration, plain_number, schedule_text
+from maxbatch.config.values import (
+    Value,
+    counted,
+    exact,
+    field_names,
+    of_duration,
+    plain_number,
+    schedule_text,
+)
 
 OF_LOSS = ("reduction", "loss_reduction")  # words for a loss's reduction
 # Words for the fields of a record, and ours.
@@ -23,14 +31,19 @@ FIELD_OF: Mapping[str, str] = {
         ("input", "prompt"), ("output", "completion"), ("chosen", "chosen"), ("rejected", "rejected"),
     )},
 }  # fmt: skip
-_MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
+_MODEL_AXES = tuple(
+    f"{net}_{axis}_parallelism"
+    for net in ("ici", "dcn")
+    for axis in ("tensor", "context", "pipeline")
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """The config and the machine for which a foreign word is converted."""
 
-    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # of all keys; empty: unknown
+    # of all keys; empty: unknown
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     devices: int | None = None  # None: unknown
     hosts: int | None = None
 
@@ -52,7 +65,9 @@ class Setting:
         return slots_per_sample(self.values) if self.values else None
 
     def number(self, name: str) -> Fraction | None:
-        """Returns the value of a numeric key, a batch in tokens as samples; None if it is null or unknown."""
+        """Returns the value of a numeric key, a batch in tokens as samples; None if it is null or
+        unknown.
+        """
         value = self.values.get(name)
         if name == "global_batch_size" and isinstance(value, str):
             return counted(value, slots_per_sample(self.values))
@@ -74,9 +89,15 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
 
 
 def record_fields(names: Mapping[str, str]) -> str | None:
-    """Returns `record_fields` for their names by our fields, without those of one name; None if it cannot hold one."""
+    """Returns `record_fields` for their names by our fields, without those of one name; None if it
+    cannot hold one.
+    """
     others = {ours: theirs.strip() for ours, theirs in names.items() if theirs.strip() != ours}
-    text = "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in others.items()) + "}" if others else ""
+    text = (
+        "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in others.items()) + "}"
+        if others
+        else ""
+    )
     return text if (field_names(text) or {}) == others else None
 
 
@@ -95,13 +116,20 @@ def text_of(number: Fraction) -> str:
 
 
 def _phases(text: str) -> str | None:
-    """Returns `batch_size_schedule` for Levanter's list of phases, each a first update and its batch; None: no list."""
+    """Returns `batch_size_schedule` for Levanter's list of phases, each a first update and its
+    batch; None: no list.
+    """
     try:
         phases = [(int(phase["start"]), int(phase["value"])) for phase in json.loads(text)]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     starts = [start for start, _ in phases]
-    if not phases or starts[0] != 0 or starts != sorted(set(starts)) or min(batch for _, batch in phases) < 1:
+    if (
+        not phases
+        or starts[0] != 0
+        or starts != sorted(set(starts))
+        or min(batch for _, batch in phases) < 1
+    ):
         return None
     samples = [0]
     for (start, batch), (end, _) in itertools.pairwise(phases):
@@ -110,7 +138,8 @@ def _phases(text: str) -> str | None:
 
 
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
-    """Returns `batch_size_schedule` for Megatron-LM's `--rampup-batch-size START RISE SAMPLES`, up to a global batch.
+    """Returns `batch_size_schedule` for Megatron-LM's `--rampup-batch-size START RISE SAMPLES`, up
+    to a global batch.
 
     None if whole steps do not reach the batch; Megatron-LM refuses that too.
     """
@@ -129,7 +158,9 @@ def _chunk(factor: Callable[[Setting], int | None]) -> _Conversion:
 
     def convert(value: Fraction, setting: Setting) -> _Found:
         by = factor(setting)
-        return {"micro_batch_size": value * by} if by is not None and setting.is_of_prompts else None
+        return (
+            {"micro_batch_size": value * by} if by is not None and setting.is_of_prompts else None
+        )
 
     return convert
 
@@ -147,8 +178,8 @@ def _warmup(value: Fraction, setting: Setting) -> _Found:
 
 
 def _rate_of_sum(setting: Setting) -> Fraction | None:
-    """Returns the rate for a mean loss that gives the same update as DDP's sum, whose gradient is larger by the tokens
-    of a rank.
+    """Returns the rate for a mean loss that gives the same update as DDP's sum, whose gradient is
+    larger by the tokens of a rank.
 
     Only SGD's steps grow with the gradient.
     """
@@ -156,7 +187,9 @@ def _rate_of_sum(setting: Setting) -> Fraction | None:
     if rate is None or setting.values.get("opt_type") != "sgd":
         return rate
     replica, length = setting.devices_of_replica, setting.number("max_target_length")
-    varies = any(setting.values.get(name) for name in ("enable_rampup_batch_size", "batch_size_schedule"))
+    varies = any(
+        setting.values.get(name) for name in ("enable_rampup_batch_size", "batch_size_schedule")
+    )
     if varies or setting.is_of_prompts or not replica or not length:
         return None
     if setting.values.get("global_batch_size") is not None:
@@ -183,7 +216,9 @@ def _batches(value: Fraction, setting: Setting) -> _Found:
 def _minibatches(value: Fraction, setting: Setting) -> _Found:
     """Converts prompts per update to updates per batch."""
     batch = setting.number("batch_size")
-    return {"num_minibatches": batch / value} if batch and (batch / value).denominator == 1 else None
+    return (
+        {"num_minibatches": batch / value} if batch and (batch / value).denominator == 1 else None
+    )
 
 
 def _response(value: Fraction, setting: Setting) -> _Found:

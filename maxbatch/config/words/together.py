@@ -1,7 +1,7 @@
 """The batch stated by several foreign words together, in our keys.
 
-A word states one quantity of the batch or the machine. Products connect the quantities, such as samples of an update =
-replicas x samples of a replica, so two words often determine a third.
+A word states one quantity of the batch or the machine. Products connect the quantities, such as
+samples of an update = replicas x samples of a replica, so two words often determine a third.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from maxbatch.config.values import in_tokens
 from maxbatch.config.words import look_up
 from maxbatch.config.words.convert import Setting, read_number, text_of
 
-OF_OLMO = "rank_microbatch_size"  # a word of OLMo-core, which counts global_batch_size in tokens too
+# a word of OLMo-core, which counts global_batch_size in tokens too
+OF_OLMO = "rank_microbatch_size"
 OF_NANOCHAT = ("device_batch_size", "total_batch_size")  # its words; the second one counts tokens
 # In each, the first is the product of the other two.
 _PRODUCTS = (
@@ -62,7 +63,10 @@ _OF_BATCH = {
     "tokens_of_rows": ("num_tokens_per_microbatch_per_dp_rank", "rank_microbatch_size", "max_tokens"),
 }  # fmt: skip
 _QUANTITY = {
-    word: quantity for table in (_OF_MACHINE, _OF_BATCH) for quantity, words in table.items() for word in words
+    word: quantity
+    for table in (_OF_MACHINE, _OF_BATCH)
+    for quantity, words in table.items()
+    for word in words
 }
 # The same name as our key, but it counts rows per model replica; ours counts rows per device.
 _OF_SAME = _OF_KEY | {"per_device_batch_size": "rows"}
@@ -73,13 +77,15 @@ _Known = Mapping[str, Fraction]
 class Together(NamedTuple):
     """The settings and the machine that follow from several words."""
 
-    settings: Mapping[str, Mapping[str, str]]  # our settings, by each word of a batch or a machine that they replace
+    # our settings, by each word of a batch or a machine that they replace
+    settings: Mapping[str, Mapping[str, str]]
     devices: int | None  # None: unknown
     hosts: int | None
 
 
 def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting) -> Together | None:
-    """Returns the batch and the machine that follow from words; None if the words contradict each other.
+    """Returns the batch and the machine that follow from words; None if the words contradict each
+    other.
 
     Args:
       words: texts by word; words of neither a batch nor a machine are ignored.
@@ -101,7 +107,11 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
     known = _solved(facts)
     if known is not None and "devices_of_host" in known and "hosts" not in known:
         known = _solved([*known.items(), ("hosts", Fraction(1))])
-    if known is not None and {"loaded", "loading_hosts"} & known.keys() and "expansion" not in known:
+    if (
+        known is not None
+        and {"loaded", "loading_hosts"} & known.keys()
+        and "expansion" not in known
+    ):
         known = _solved([*known.items(), *_as_configured(known, setting)])
     if known is None:
         return None
@@ -120,14 +130,20 @@ def _quantity(word: str) -> str | None:
 
 def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Fraction]]:
     """Yields quantities from the machine, the mesh, and our keys beside the words."""
-    machine = {"devices": setting.devices, "hosts": setting.hosts, "devices_of_replica": setting.devices_of_replica}
+    machine = {
+        "devices": setting.devices,
+        "hosts": setting.hosts,
+        "devices_of_replica": setting.devices_of_replica,
+    }
     yield from ((name, Fraction(count)) for name, count in machine.items() if count)
     if length := setting.slots_per_sample:
         yield "length", Fraction(length)
     if not setting.is_of_prompts:
         texts = ((quantity, own.get(key, "")) for key, quantity in _OF_KEY.items())
         yield from ((quantity, value) for quantity, text in texts if (value := read_number(text)))
-        if own.get("global_batch_size", "").endswith("t") and (tokens := in_tokens(own["global_batch_size"])):
+        if own.get("global_batch_size", "").endswith("t") and (
+            tokens := in_tokens(own["global_batch_size"])
+        ):
             yield "tokens", tokens
 
 
@@ -138,18 +154,29 @@ def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fract
         own = {"batch": batch} if batch else {
             quantity: setting.number(key) for key, quantity in _OF_KEY.items() if quantity != "batch"
         }  # fmt: skip
-        yield from ((quantity, value) for quantity, value in own.items() if value and quantity not in known)
+        yield from (
+            (quantity, value) for quantity, value in own.items() if value and quantity not in known
+        )
 
 
 def _solved(facts: _Facts) -> _Known | None:
-    """Returns the facts and all derived quantities; None if two contradict or a count is not whole."""
+    """Returns the facts and all derived quantities; None if two contradict or a count is not
+    whole.
+    """
     known: dict[str, Fraction] = {}
     found = list(facts)
     while found:
         for name, value in found:
-            if known.setdefault(name, value) != value or (name in _WHOLE and value.denominator != 1):
+            if known.setdefault(name, value) != value or (
+                name in _WHOLE and value.denominator != 1
+            ):
                 return None
-        found = [fact for product in _PRODUCTS for fact in _follows(product, known) if known.get(fact[0]) != fact[1]]
+        found = [
+            fact
+            for product in _PRODUCTS
+            for fact in _follows(product, known)
+            if known.get(fact[0]) != fact[1]
+        ]
     return known
 
 

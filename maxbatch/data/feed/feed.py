@@ -1,8 +1,9 @@
 """Sharded global batches from positions in the stream, prepared ahead of training.
 
-Legend: the step that starts at `samples_seen = s` with batch B trains on stream[s : s + B]. Micro-batch j is
-stream[s + j * M : s + (j + 1) * M], and batch shard d its d-th contiguous part: row r of the flat batch is row r % M of
-micro-batch r // M. Rows past the batch are padding: their segments and weights are zero.
+Legend: the step that starts at `samples_seen = s` with batch B trains on stream[s : s + B].
+Micro-batch j is stream[s + j * M : s + (j + 1) * M], and batch shard d its d-th contiguous part:
+row r of the flat batch is row r % M of micro-batch r // M. Rows past the batch are padding: their
+segments and weights are zero.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class BatchSeries(NamedTuple):
 
 
 def in_passes(first: int, end: int, shape: BatchShape) -> list[BatchSeries]:
-    """Returns samples `first` to `end` - 1 in batches of one micro-batch, the last perhaps smaller."""
+    """Returns samples `first` to `end` - 1 in batches of one micro-batch, the last perhaps
+    smaller.
+    """
     size = shape.micro_batch
     full, rest = divmod(end - first, size)
     series = [BatchSeries(first, size, full, shape), BatchSeries(end - rest, rest, 1, shape)]
@@ -46,7 +49,10 @@ class HostOrder:
     def __init__(self, placement: Placement, series: Sequence[BatchSeries]) -> None:
         self._series = series
         # Per series: this host's rows of a batch, and the index of the first in this order.
-        self._rows = [placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)] for one in series]
+        self._rows = [
+            placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)]
+            for one in series
+        ]
         sizes = [p.num_batches * len(rows) for p, rows in zip(series, self._rows, strict=True)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._size = sum(sizes)
@@ -67,15 +73,18 @@ class HostOrder:
 
 
 class BatchLoader:
-    """A reader of consecutive batches: reads this host's rows ahead, pads them and puts them on its devices.
+    """A reader of consecutive batches: reads this host's rows ahead, pads them and puts them on its
+    devices.
 
     Args:
       stream: source of the rows; None on a host without rows.
-      series: the batches ahead. A host that stages whole batches may take other shapes, since any cut has the same rows
-        in order.
+      series: the batches ahead. A host that stages whole batches may take other shapes, since any
+        cut has the same rows in order.
     """
 
-    def __init__(self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]) -> None:
+    def __init__(
+        self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]
+    ) -> None:
         self._placement, self._series = placement, series
         self._reader: Reader | None = None
         if stream is not None and placement.stages_all:
@@ -121,8 +130,9 @@ class Feed:
 
     Args:
       stream: the training stream; None on a host without rows.
-      shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; the update does not
-        depend on it. With several hosts it must depend on its arguments only, so that they agree.
+      shape_for: returns the shape for a batch, given its stage and whether it is the stage's first;
+        the update does not depend on it. With several hosts it must depend on its arguments only,
+        so that they agree.
     """
 
     def __init__(
@@ -142,15 +152,25 @@ class Feed:
         self._thread.start()
 
     def _series(self) -> list[BatchSeries]:
-        """Returns the batches ahead: a series per stage, and one for a last batch that is not full."""
+        """Returns the batches ahead: a series per stage, and one for a last batch that is not
+        full.
+        """
         manager, series = self._manager, []
         for stage in manager.stages:
-            step, end = max(stage.first_step, self._first_step), stage.first_step + (stage.num_steps or 0)
+            step, end = (
+                max(stage.first_step, self._first_step),
+                stage.first_step + (stage.num_steps or 0),
+            )
             while step < end:
                 position = manager.position_after(step)
-                num_rows, last_rows = (manager.rows_at(position), manager.rows_at(manager.position_after(end - 1)))
+                num_rows, last_rows = (
+                    manager.rows_at(position),
+                    manager.rows_at(manager.position_after(end - 1)),
+                )
                 num_batches = end - step - (last_rows < num_rows)
-                series.append(BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True)))
+                series.append(
+                    BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True))
+                )
                 step += num_batches
         return series
 

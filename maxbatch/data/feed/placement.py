@@ -1,12 +1,14 @@
 """Placement of global batches on devices, and each host's share of the rows.
 
-Legend: A micro-batches of M rows of L tokens; N devices, H hosts, e expansion; S slots of a staged array.
+Legend: A micro-batches of M rows of L tokens; N devices, H hosts, e expansion; S slots of a staged
+array.
 
-Usually every host stages its own devices' rows, in one array of S = M slots. With load expansion (e > 1) only one host
-in e reads data. A micro-batch is then staged in e arrays of S = N x ceil(M / N) slots, each spread evenly over all
-devices. Slots of loading hosts have rows, in order, and others have placeholders; the compiled program moves rows to
-their devices. So a loading host stages e times its share, and other hosts stage the same array of placeholders e times.
-Slots are never replicated, so that no copy of a row is a placeholder.
+Usually every host stages its own devices' rows, in one array of S = M slots. With load expansion (e
+> 1) only one host in e reads data. A micro-batch is then staged in e arrays of S = N x ceil(M / N)
+slots, each spread evenly over all devices. Slots of loading hosts have rows, in order, and others
+have placeholders; the compiled program moves rows to their devices. So a loading host stages e
+times its share, and other hosts stage the same array of placeholders e times. Slots are never
+replicated, so that no copy of a row is a placeholder.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class TokenRows(Protocol):
 
 
 class Batch(NamedTuple):
-    """Rows of a global batch, cut into A micro-batches: [A, M, L]; of one micro-batch, once arranged: [M, L].
+    """Rows of a global batch, cut into A micro-batches: [A, M, L]; of one micro-batch, once
+    arranged: [M, L].
 
     With load expansion, each field of a staged batch is a tuple of e arrays.
     """
@@ -54,7 +57,11 @@ class Batch(NamedTuple):
     reference: Any = None  # float32, figures of each row beside its tokens, if the stream has them
 
 
-BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}
+BATCH_DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "segments": np.dtype(np.int32),
+    "weights": np.dtype(np.float32),
+}
 REFERENCE_DTYPES = BATCH_DTYPES | {"reference": np.dtype(np.float32)}
 
 
@@ -76,13 +83,25 @@ class Placement:
     """
 
     def __init__(
-        self, final: NamedSharding, length: int, expansion: int = 1, dtypes: Mapping[str, np.dtype] = BATCH_DTYPES
+        self,
+        final: NamedSharding,
+        length: int,
+        expansion: int = 1,
+        dtypes: Mapping[str, np.dtype] = BATCH_DTYPES,
     ) -> None:
         mesh = final.mesh
         assert isinstance(mesh, Mesh), "of devices"
-        self.mesh, self.spec, self._final, self._length, self._expansion = mesh, final.spec, final, length, expansion
+        self.mesh, self.spec, self._final, self._length, self._expansion = (
+            mesh,
+            final.spec,
+            final,
+            length,
+            expansion,
+        )
         self._dtypes = dict(dtypes)
-        self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
+        self._device_loads = np.array(
+            [is_loading(d.process_index, expansion) for d in mesh.devices.flat]
+        )
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
         # Every batch needs these several times; they depend only on its shape.
         self._local_slots = cache(self._find_local_slots)
@@ -93,11 +112,15 @@ class Placement:
     def abstract_batch(self, shape: BatchShape) -> Batch:
         """Returns the shapes and shardings of a staged batch, for compiling ahead of time."""
         staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self._length)
-        arrays = (jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in self._dtypes.values())
+        arrays = (
+            jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in self._dtypes.values()
+        )
         return Batch(*(self._staged([array] * self._expansion) for array in arrays))
 
     def arrange(self, micro_batch: int) -> Callable[[Batch], Batch]:
-        """Returns the function that turns a staged micro-batch (arrays `[S, L]`) into rows (`[M, L]`) in a program."""
+        """Returns the function that turns a staged micro-batch (arrays `[S, L]`) into rows (`[M,
+        L]`) in a program.
+        """
         if self._expansion == 1:
             return lambda staged: staged
         slots_of_part = [np.flatnonzero(row_S >= 0) for row_S in self._row_of_slot(micro_batch)]
@@ -120,7 +143,9 @@ class Placement:
         return num_devices * -(-micro_batch // num_devices)
 
     def _row_of_slot(self, micro_batch: int) -> np.ndarray:
-        """Returns int64[e, S]: the row of the micro-batch in each slot of each array, -1 for a placeholder."""
+        """Returns int64[e, S]: the row of the micro-batch in each slot of each array, -1 for a
+        placeholder.
+        """
         if self._expansion == 1:
             return np.arange(micro_batch)[None]
         per_device = self._num_slots(micro_batch) // len(self._device_loads)
@@ -136,19 +161,25 @@ class Placement:
         return np.concatenate([np.arange(*run) for run in sorted(runs)])
 
     def _find_local_rows(self, shape: BatchShape) -> np.ndarray:
-        """Returns int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
+        """Returns int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for
+        a placeholder.
+        """
         slots = self._local_slots(self._num_slots(shape.micro_batch))
         row_exs = self._row_of_slot(shape.micro_batch)[:, slots]
         micro_A = np.arange(shape.max_micro_batches)[:, None, None] * shape.micro_batch
         return np.where(row_exs >= 0, micro_A + row_exs, -1)
 
     def wanted(self, num_rows: int, shape: BatchShape) -> np.ndarray:
-        """Returns bool[A, e, local slots]: this host's slots with one of the `num_rows` real rows."""
+        """Returns bool[A, e, local slots]: this host's slots with one of the `num_rows` real
+        rows.
+        """
         rows = self.local_rows(shape)
         return (rows >= 0) & (rows < num_rows)
 
     def stage(self, rows: RowArrays, num_rows: int, shape: BatchShape) -> Batch:
-        """Puts this host's rows of a batch, in the order of `wanted`, on its devices, and pads the other slots."""
+        """Puts this host's rows of a batch, in the order of `wanted`, on its devices, and pads the
+        other slots.
+        """
         wanted = self.wanted(num_rows, shape)
 
         def staged(name: str) -> jax.Array | tuple[jax.Array, ...]:
@@ -157,7 +188,9 @@ class Placement:
             else:
                 slots = np.zeros((*wanted.shape, self._length), self._dtypes[name])
                 slots[wanted] = rows[name]
-            return self._staged([self._put(slots[:, part], shape) for part in range(self._expansion)])
+            return self._staged(
+                [self._put(slots[:, part], shape) for part in range(self._expansion)]
+            )
 
         return Batch(*map(staged, self._dtypes))
 

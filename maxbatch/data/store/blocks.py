@@ -1,14 +1,16 @@
 """Hashes of blocks in a store's files, made with the store and checked on reading.
 
-`blocks.bin` holds a 32-bit hash of every 128 bytes of the files of tokens and of `offsets.npy`, file after file in the
-order of the manifest; each file begins a new block, and its last block is filled with zeros. Blocks are small because a
-row of a shuffled stream is a few kilobytes, and a store in a bucket is read in whole blocks: a range of 2 KiB grows by
-6% on average, not at all if rows begin at blocks, and its hashes are 3% of it.
+`blocks.bin` holds a 32-bit hash of every 128 bytes of the files of tokens and of `offsets.npy`,
+file after file in the order of the manifest; each file begins a new block, and its last block is
+filled with zeros. Blocks are small because a row of a shuffled stream is a few kilobytes, and a
+store in a bucket is read in whole blocks: a range of 2 KiB grows by 6% on average, not at all if
+rows begin at blocks, and its hashes are 3% of it.
 
-The hash is multilinear (Lemire and Kaser 2014, "Strongly universal string hashing is fast"): the upper half of the sum
-of the block's 32-bit words times fixed random 64-bit numbers, so that two given blocks agree with probability 2^-32. It
-is masked by the block's number and the store's content hash, so that swapped blocks, and blocks from another store with
-their hashes, differ. It guards against damage, not against forgery.
+The hash is multilinear (Lemire and Kaser 2014, "Strongly universal string hashing is fast"): the
+upper half of the sum of the block's 32-bit words times fixed random 64-bit numbers, so that two
+given blocks agree with probability 2^-32. It is masked by the block's number and the store's
+content hash, so that swapped blocks, and blocks from another store with their hashes, differ. It
+guards against damage, not against forgery.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def num_blocks(size: int) -> int:
 
 
 def block_hashes(data: bytes | memoryview | np.ndarray) -> np.ndarray:
-    """Returns the hashes (uint32 [blocks], not masked) of a buffer, the last block filled with zeros."""
+    """Returns the hashes (uint32 [blocks], not masked) of a buffer, the last block filled with
+    zeros.
+    """
     data_n = np.frombuffer(data, np.uint8)
     hashes = np.empty(num_blocks(len(data_n)), _HASH)
     for begin in range(0, len(data_n), _AT_ONCE_BYTES):
@@ -61,7 +65,9 @@ def block_hashes(data: bytes | memoryview | np.ndarray) -> np.ndarray:
 
 
 def masks(content: str, first: int, count: int) -> np.ndarray:
-    """Returns the mask of the hashes of blocks `first` to `first + count - 1` (uint32) of a store with this content."""
+    """Returns the mask of the hashes of blocks `first` to `first + count - 1` (uint32) of a store
+    with this content.
+    """
     seed = np.frombuffer(hashlib.blake2b(content.encode(), digest_size=8).digest(), "<u8")[0]
     mixed = (np.arange(first, first + count, dtype=np.uint64) ^ seed) * _MIX[0]
     mixed = (mixed ^ mixed >> np.uint64(32)) * _MIX[1]
@@ -125,7 +131,8 @@ class Blocks:
         return self._total * _HASH.itemsize
 
     def check(self, name: str, begin: int, data: bytes | memoryview | np.ndarray) -> None:
-        """Checks bytes of a file from `begin`, a block's beginning, to the end of a block or of the file.
+        """Checks bytes of a file from `begin`, a block's beginning, to the end of a block or of the
+        file.
 
         Raises:
           ConfigError: a block differs from its hash.
@@ -138,11 +145,14 @@ class Blocks:
         if differs.any():
             block = number + int(np.argmax(differs))
             raise damaged_file(
-                self._folder / name, f"block {block} (bytes {block * BLOCK_BYTES} on) differs from its hash in {BLOCKS}"
+                self._folder / name,
+                f"block {block} (bytes {block * BLOCK_BYTES} on) differs from its hash in {BLOCKS}",
             )
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Returns bytes `begin` to `end - 1` of a file in an object store; reads and checks whole blocks."""
+        """Returns bytes `begin` to `end - 1` of a file in an object store; reads and checks whole
+        blocks.
+        """
         path = self._folder / name
         low = begin // BLOCK_BYTES * BLOCK_BYTES
         high = min(num_blocks(end) * BLOCK_BYTES, self._sizes[name])
@@ -174,12 +184,15 @@ class Blocks:
         path = self._folder / BLOCKS
         hashes = np.frombuffer(path.read_bytes(), np.uint8)
         if len(hashes) != self.num_bytes:
-            raise damaged_file(path, f"it has {len(hashes)} bytes, and its hashes need {self.num_bytes}")
+            raise damaged_file(
+                path, f"it has {len(hashes)} bytes, and its hashes need {self.num_bytes}"
+            )
         return hashes.view(_HASH)
 
 
 class MappedFile:
-    """The array in a local file, memory-mapped; parts are checked on first read per process, 64 KiB at a time.
+    """The array in a local file, memory-mapped; parts are checked on first read per process, 64 KiB
+    at a time.
 
     Args:
       blocks: its hashes; None if the store has none.
@@ -228,7 +241,9 @@ class MappedFile:
     def _chunks(self, places: np.ndarray | slice) -> np.ndarray:
         if isinstance(places, slice):
             begin, end, _ = places.indices(len(self._array))
-            return np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1 if end > begin else 0)
+            return np.arange(
+                begin >> self._shift, ((end - 1) >> self._shift) + 1 if end > begin else 0
+            )
         return places >> self._shift
 
     def _check(self, chunks: np.ndarray) -> None:
@@ -244,13 +259,19 @@ class MappedFile:
         self._is_whole = bool(self._is_checked.all())
 
     def _refuse_shrunk(self, size: int) -> None:
-        """Raises ConfigError if the file has shrunk; reading a map past its end would kill the process."""
+        """Raises ConfigError if the file has shrunk; reading a map past its end would kill the
+        process.
+        """
         if size < self._size:
             block = size // BLOCK_BYTES
-            raise damaged_file(self._path, f"it is cut short in block {block}: {size} bytes of {self._size} are left")
+            raise damaged_file(
+                self._path,
+                f"it is cut short in block {block}: {size} bytes of {self._size} are left",
+            )
 
 
 def damaged_file(path: AnyPath, problem: str) -> ConfigError:
     return ConfigError(
-        f"{path}: the tokenised data cannot be used: {problem}; remove the folder, and prepare them again"
+        f"{path}: the tokenised data cannot be used: {problem}; remove the folder, and prepare "
+        "them again"
     )

@@ -1,6 +1,7 @@
 """The builder of token stores.
 
-A build is atomic, runs once if several processes want the store, and gives the same bytes for any number of workers.
+A build is atomic, runs once if several processes want the store, and gives the same bytes for any
+number of workers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def num_cores() -> int:
 
 
 def default_workers(source: DocumentSource) -> int:
-    """Returns the number of processes that tokenise a dataset: one per core, or 1 if it is small."""
+    """Returns the number of processes that tokenise a dataset: one per core, or 1 if it is
+    small.
+    """
     return num_cores() if source.size >= _WORTH_WORKERS_BYTES else 1
 
 
@@ -79,9 +82,11 @@ class Build:
     Attributes:
       workers: most processes that tokenise, or most tasks on the cluster.
       cluster: where tasks tokenise, in place of processes of this machine.
-      held_out: with `deduplicate`, the store of held-out data, whose records are left out of this one.
-      shard_tokens: a file of tokens ends with the job that reaches this size; None: one file on a disk, files of
-        `SHARD_TOKENS` in an object store, where a killed build continues after its last finished file.
+      held_out: with `deduplicate`, the store of held-out data, whose records are left out of this
+        one.
+      shard_tokens: a file of tokens ends with the job that reaches this size; None: one file on a
+        disk, files of `SHARD_TOKENS` in an object store, where a killed build continues after its
+        last finished file.
     """
 
     source: DocumentSource
@@ -107,7 +112,8 @@ def content_of(store: TokenStore | None) -> str:
 def build_store(folder: AnyPath, build: Build) -> TokenStore:
     """Tokenises a dataset into a folder, unless it has a store of the same signature.
 
-    Any other store there is replaced, file by file; other files in the folder stay. A link to a folder is followed.
+    Any other store there is replaced, file by file; other files in the folder stay. A link to a
+    folder is followed.
 
     Raises:
       ConfigError: unreadable data, a dataset without documents, files that change during the build.
@@ -120,10 +126,12 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     folder = Path(os.path.realpath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
-        store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
+        # Another process may have built it while this one waited for the lock.
+        store = open_folder(folder)
         if store is not None and store.manifest["signature"] == name and store.blocks is not None:
             return store
-        # A folder that is there may be a mount, or below one that cannot be written: nothing but it is touched.
+        # A folder that is there may be a mount, or below one that cannot be written: nothing but it
+        # is touched.
         beside = folder if folder.exists() else folder.parent
         remove_leftovers(beside)
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=beside))
@@ -138,9 +146,14 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
 
 
 def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
-    """Builds a store shard by shard on this machine's disk and copies each to an object store, the manifest last."""
+    """Builds a store shard by shard on this machine's disk and copies each to an object store, the
+    manifest last.
+    """
     refusal = "is preparing it; wait for it, or give another folder"
-    with leased(folder, refusal) as check, tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
+    with (
+        leased(folder, refusal) as check,
+        tempfile.TemporaryDirectory(prefix=BUILDING) as temporary,
+    ):
         shards = RemoteShards(folder, f"{build.signature} {CUTTING}")
 
         def keep(number: int, file: Path, shard: Shard) -> None:
@@ -152,7 +165,9 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
         shards.begin()
         here = Path(temporary)
         shard_tokens = build.shard_tokens or SHARD_TOKENS
-        manifest = _write_files(here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep)
+        manifest = _write_files(
+            here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep
+        )
         check()
         (folder / MANIFEST).unlink(missing_ok=True)  # of a replaced store
         for file in here.iterdir():
@@ -176,24 +191,39 @@ class _Total:
 
     content: hashlib.blake2b = field(default_factory=new_content_hash)
     held_out: list[int] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)  # records left out, by the kind of their problem
+    # records left out, by the kind of their problem
+    reasons: Counter[str] = field(default_factory=Counter)
     text_bytes: int = 0
 
 
-def _write_files(folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None) -> Manifest:
-    """Writes the shards after those that are finished, and the files beside them; returns the manifest."""
+def _write_files(
+    folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None
+) -> Manifest:
+    """Writes the shards after those that are finished, and the files beside them; returns the
+    manifest.
+    """
     with closing(GrowingTable(folder / OFFSETS)) as table, closing(GrowingHashes(folder)) as hashes:
         return _written(folder, build, finished, keep, table, hashes)
 
 
 def _written(
-    folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None,
-    table: GrowingTable, hashes: GrowingHashes,
-) -> Manifest:  # fmt: skip
+    folder: Path,
+    build: Build,
+    finished: Iterable[Shard],
+    keep: KeepShard | None,
+    table: GrowingTable,
+    hashes: GrowingHashes,
+) -> Manifest:
     source, layout = build.source, TokenLayout.from_config(build.config, build.tokenizer)
     recipe = StoreRecipe.of(build.config.recipe)
-    tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
-    seen = SeenRecords(folder, recipe.documents_per_record, build.held_out) if build.config.deduplicate else None
+    tokeniser = Tokeniser(
+        source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer)
+    )
+    seen = (
+        SeenRecords(folder, recipe.documents_per_record, build.held_out)
+        if build.config.deduplicate
+        else None
+    )
     total, tokens, jobs_done = _Total(), list[int](), 0
     if source.missing_shards:
         total.reasons["a missing shard"] = len(source.missing_shards)
@@ -217,7 +247,9 @@ def _written(
     jobs = itertools.islice(source.jobs(), jobs_done, None)
     try:
         with ShardWriter(folder, build.shard_tokens, len(tokens), hashes, keep) as writer:
-            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster, seen):
+            for done in tokenise_all(
+                tokeniser, jobs, writer, folder, _workers(build), build.cluster, seen
+            ):
                 add(done)
                 writer.end_job(done)
     except ConfigError:
@@ -225,8 +257,10 @@ def _written(
         source.refuse_changed()
         raise
     if not table.documents:
-        raise source.error(f"holds no document ({total.reasons.total()} empty or unreadable records were left out"
-                           f"{reasons_text(total.reasons)})")  # fmt: skip
+        raise source.error(
+            f"holds no document ({total.reasons.total()} empty or unreadable records were left out"
+            f"{reasons_text(total.reasons)})"
+        )
     source.refuse_changed()
     itemsize = np.dtype(layout.dtype).itemsize
     sizes = [count * itemsize for count in (*tokens, *writer.sizes)]
@@ -262,8 +296,8 @@ def _written(
 def _workers(build: Build) -> int:
     """Returns the number of processes that tokenise.
 
-    One process copies bytes of text files at disk speed; two workers took a third longer, because they copy tokens once
-    more.
+    One process copies bytes of text files at disk speed; two workers took a third longer, because
+    they copy tokens once more.
     """
     is_copy = (
         build.cluster is None
@@ -274,7 +308,9 @@ def _workers(build: Build) -> int:
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:
-    """Moves a finished store into place, whole or not at all: its manifest comes last, after the old one has gone."""
+    """Moves a finished store into place, whole or not at all: its manifest comes last, after the
+    old one has gone.
+    """
     if not folder.exists():
         os.rename(building, folder)
         return _opened(folder)

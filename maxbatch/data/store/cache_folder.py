@@ -25,12 +25,16 @@ _CHECKSUM_BYTES = 16  # at the end of a file, with its brackets and spaces: at m
 
 
 def cache_folder(data_cache_dir: str, name: str = "tokens") -> Path:
-    """Returns a folder (by default of stores) in `data_cache_dir`, else in maxbatch's folder of the user's cache."""
+    """Returns a folder (by default of stores) in `data_cache_dir`, else in maxbatch's folder of the
+    user's cache.
+    """
     return (Path(os.path.expanduser(data_cache_dir)) if data_cache_dir else user_cache()) / name
 
 
 def cache_file(data_cache_dir: str, name: str, facts: object) -> Path:
-    """Returns the file in the cache's folder `name` for `facts`, JSON values and long lists; its name is their hash."""
+    """Returns the file in the cache's folder `name` for `facts`, JSON values and long lists; its
+    name is their hash.
+    """
     return cache_folder(data_cache_dir, name) / json_hash(facts, sort_keys=True)
 
 
@@ -43,7 +47,9 @@ def json_hash(value: object, sort_keys: bool = False) -> str:
 
 
 def recall(path: Path, most_bytes: int = MOST_BYTES) -> object:
-    """Returns the JSON value written by `keep`, never null; None if the file is missing or damaged."""
+    """Returns the JSON value written by `keep`, never null; None if the file is missing or
+    damaged.
+    """
     try:
         value, checksum = read_json(path, str(path), most_bytes=most_bytes)
     except (OSError, ValueError, TypeError):
@@ -52,7 +58,8 @@ def recall(path: Path, most_bytes: int = MOST_BYTES) -> object:
 
 
 def recall_list(path: Path, key: str) -> tuple[LongList[object], dict[str, object]] | None:
-    """Returns the object written by `keep` whose first key holds a long list: that list, and the other keys.
+    """Returns the object written by `keep` whose first key holds a long list: that list, and the
+    other keys.
 
     Returns None if the file is missing or damaged.
     """
@@ -62,7 +69,9 @@ def recall_list(path: Path, key: str) -> tuple[LongList[object], dict[str, objec
             if not _agrees(path, file):
                 return None
             file.seek(0)
-            values, rest = read_json_list(iter(lambda: file.read(_PART_BYTES).decode("ascii"), ""), head)
+            values, rest = read_json_list(
+                iter(lambda: file.read(_PART_BYTES).decode("ascii"), ""), head
+            )
         others, _ = json.loads(f"{head}]{rest}")
         return values, {name: value for name, value in others.items() if name != key}
     except (OSError, ValueError, AttributeError):
@@ -74,7 +83,10 @@ def _agrees(path: Path, file: BinaryIO) -> bool:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _CHECKSUM_BYTES))
     value, _, stated = file.read().rpartition(b", ")
-    left, checksum = size - len(stated) - len(b", ") - 1, zlib.crc32(json.dumps([path.name]).encode()[:-1] + b", ")
+    left, checksum = (
+        size - len(stated) - len(b", ") - 1,
+        zlib.crc32(json.dumps([path.name]).encode()[:-1] + b", "),
+    )
     file.seek(1)
     while part := file.read(min(left, _PART_BYTES)):
         checksum, left = zlib.crc32(part, checksum), left - len(part)
@@ -82,7 +94,9 @@ def _agrees(path: Path, file: BinaryIO) -> bool:
 
 
 def keep(path: Path, value: object) -> None:
-    """Writes a JSON value, which may hold long lists, to a cache file; raises OSError on failure."""
+    """Writes a JSON value, which may hold long lists, to a cache file; raises OSError on
+    failure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing_atomically(path) as file:
         for part in json_parts([value, _checksum(path, value)]):

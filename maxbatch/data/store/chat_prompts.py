@@ -38,11 +38,17 @@ class ChatPrompts:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The id of the special token at the end of the assistant's turn, if the template writes one."""
-        messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        """The id of the special token at the end of the assistant's turn, if the template writes
+        one.
+        """
+        messages = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": _ANSWERED},
+        ]
         try:
             text, spans = self._rendered(Conversation(messages, {}))
-        except ConfigError:  # the template refuses the two messages; only the tokenizer's end of text remains
+        # the template refuses the two messages; only the tokenizer's end of text remains
+        except ConfigError:
             return ()
         turn = text[slice(*spans[-1])].rstrip() if spans else ""
         end = next((end for end in self._template.ends if turn.endswith(end)), None)
@@ -52,7 +58,9 @@ class ChatPrompts:
     def is_prompt(self, ids: Sequence[int]) -> bool:
         """Returns whether tokens end with the template's beginning of an assistant's turn."""
         try:
-            text = self._rendered(Conversation([{"role": "user", "content": _ASKED}], {}, prompts=True)).text
+            text = self._rendered(
+                Conversation([{"role": "user", "content": _ASKED}], {}, prompts=True)
+            ).text
         except ConfigError:
             return False
         begin = self._tokenizer.encode_markup_batch([text.rpartition(_ASKED)[2]])[0].tolist()

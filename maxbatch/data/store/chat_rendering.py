@@ -1,4 +1,5 @@
-"""The process that renders chat templates, which are untrusted programs: Jinja's sandbox with transformers' settings.
+"""The process that renders chat templates, which are untrusted programs: Jinja's sandbox with
+transformers' settings.
 
 `strftime_now` returns a fixed date, since a stream of samples must not change daily.
 """
@@ -55,7 +56,9 @@ class Conversation(NamedTuple):
 
 
 class NoContent(str):
-    """The content of a message that only calls tools: null to a template's tests, nothing in a template's text."""
+    """The content of a message that only calls tools: null to a template's tests, nothing in a
+    template's text.
+    """
 
     __slots__ = ()
 
@@ -63,7 +66,9 @@ class NoContent(str):
 class Renderer:
     """A tokenizer's templates, from `ChatTemplate`, in the rendering process."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, object], ends: Sequence[str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, object], ends: Sequence[str]
+    ) -> None:
         self._sources, self._variables, self._ends = sources, variables, ends
         self._programs: dict[str, Template] = {}
 
@@ -71,7 +76,8 @@ class Renderer:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
-          ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
+          ConversationError: the template refuses the conversation, or the assistant's parts cannot
+            be found in it.
         """
         messages, extras, first, untrained, prompts = conversation
         messages = [_with_text(message) for message in messages]
@@ -86,10 +92,12 @@ class Renderer:
             if untrained.intersection(turns):
                 if len(spans) != len(turns):
                     raise ConversationError(
-                        f"the chat template marks {len(spans)} parts of {len(turns)} messages of the assistant, so "
-                        "that the weight of a message cannot be followed"
+                        f"the chat template marks {len(spans)} parts of {len(turns)} messages of "
+                        "the assistant, so that the weight of a message cannot be followed"
                     )
-                spans = [span for turn, span in zip(turns, spans, strict=True) if turn not in untrained]
+                spans = [
+                    span for turn, span in zip(turns, spans, strict=True) if turn not in untrained
+                ]
             begin = len(self._text(source, messages[:first], extras).text) if first else 0
             return Rendered(text, [span for span in spans if span[0] >= begin])
         trained = [turn for turn in turns if turn >= first and turn not in untrained]
@@ -100,27 +108,32 @@ class Renderer:
         messages, extras = conversation.messages, conversation.extras
         prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True).text
         so_far = self._text(source, messages[: turn + 1], extras).text
-        end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)
+        end_token = next(
+            (token for token in self._ends if token and so_far.rstrip().endswith(token)), None
+        )
         if not text.startswith(prompt):
             raise ConversationError(
-                f"the chat template writes message {turn + 1} differently than after the prompt for it, so its "
-                "trained tokens cannot be identified; {% generation %} in the template marks them"
+                f"the chat template writes message {turn + 1} differently than after the prompt "
+                "for it, so its trained tokens cannot be identified; {% generation %} in the "
+                "template marks them"
             )
         begin = len(prompt)
         if text.startswith(so_far):
             return begin, max(begin, len(so_far.rstrip()) if end_token else len(so_far))
-        # Templates may shorten earlier turns, for example by the assistant's reasoning; their end is the end of turn.
+        # Templates may shorten earlier turns, for example by the assistant's reasoning; their end
+        # is the end of turn.
         if end_token and end_token in json.dumps(messages[turn], ensure_ascii=False):
             raise ConversationError(
-                f"message {turn + 1} writes {end_token} itself, and the chat template shortens it once others follow, "
-                "so that the end of its trained tokens cannot be found; {% generation %} in the template marks them"
+                f"message {turn + 1} writes {end_token} itself, and the chat template shortens it "
+                "once others follow, so that the end of its trained tokens cannot be found; {% "
+                "generation %} in the template marks them"
             )
         end = text.find(end_token, begin) if end_token else -1
         if end < 0:
             raise ConversationError(
-                f"the chat template writes message {turn + 1} differently once others follow it, and ends it with no "
-                "special token, so its trained tokens cannot be identified; {% generation %} in the "
-                "template marks them"
+                f"the chat template writes message {turn + 1} differently once others follow it, "
+                "and ends it with no special token, so its trained tokens cannot be identified; "
+                "{% generation %} in the template marks them"
             )
         return begin, end + len(end_token or "")
 
@@ -132,18 +145,26 @@ class Renderer:
         add_generation_prompt: bool = False,
     ) -> _Marked:
         variables = {
-            "tools": None, "documents": None, **self._variables, **extras,
-            "messages": messages, "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
+            "tools": None,
+            "documents": None,
+            **self._variables,
+            **extras,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
         marks = self._environment.marks = _Marks()
         try:
             text = self._compiled(source).render(**variables)
         except (ConversationError, MemoryError):
             raise
         except Exception as error:  # a template is a program and may raise anything
-            raise ConversationError(f"the chat template refuses it ({' '.join(str(error).split())[:400]})") from None
+            raise ConversationError(
+                f"the chat template refuses it ({' '.join(str(error).split())[:400]})"
+            ) from None
         if len(text) > MOST_CHARACTERS:
-            raise ConversationError(f"the chat template makes more than {MOST_CHARACTERS:,} characters of it")
+            raise ConversationError(
+                f"the chat template makes more than {MOST_CHARACTERS:,} characters of it"
+            )
         return marks.removed_from(text)
 
     def _compiled(self, source: str) -> Template:
@@ -197,9 +218,13 @@ class _Marks:
                 spans.append((begin, length))
                 begin = None
             else:
-                raise ConversationError("the chat template nests or changes the content of its {% generation %}")
+                raise ConversationError(
+                    "the chat template nests or changes the content of its {% generation %}"
+                )
         if begin is not None:
-            raise ConversationError("the chat template cuts off the content of its {% generation %}")
+            raise ConversationError(
+                "the chat template cuts off the content of its {% generation %}"
+            )
         return _Marked("".join(parts), spans)
 
 
@@ -254,7 +279,11 @@ def environment() -> Any:
     made.filters["tojson"] = _to_json
     made.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
     made.tests["string"] = lambda value: isinstance(value, str) and not isinstance(value, NoContent)
-    made.globals |= {"raise_exception": _refuse, "strftime_now": _TODAY.strftime, "namespace": namespace}
+    made.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _TODAY.strftime,
+        "namespace": namespace,
+    }
     made.globals["dict"] = lambda *arguments, **values: dict(*arguments, **values)
     return made
 
@@ -270,4 +299,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,12 +1,14 @@
-"""Chat templates: conversations as text by a tokenizer's Jinja template, with the author of each part.
+"""Chat templates: conversations as text by a tokenizer's Jinja template, with the author of each
+part.
 
-The template is in `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is an untrusted program and
-runs in its own process, with bounds on time and memory per conversation.
+The template is in `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is an
+untrusted program and runs in its own process, with bounds on time and memory per conversation.
 
-A template may mark the assistant's parts itself, by `{% generation %} ... {% endgeneration %}`. Else the assistant's
-part of a turn begins where the prompt for it ends (the conversation so far, with the generation prompt), and ends with
-the turn, without the white space that follows its end-of-turn token. Special tokens spelled out in a message become
-those tokens, as in transformers; they do not affect other messages' loss weights.
+A template may mark the assistant's parts itself, by `{% generation %} ... {% endgeneration %}`.
+Else the assistant's part of a turn begins where the prompt for it ends (the conversation so far,
+with the generation prompt), and ends with the turn, without the white space that follows its
+end-of-turn token. Special tokens spelled out in a message become those tokens, as in transformers;
+they do not affect other messages' loss weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _LIMIT_S = 5.0  # per conversation, which usually takes milliseconds
 _MEMORY_BYTES = 512 << 20  # of the rendering process
 _MOST_SOURCE_BYTES = 1 << 20  # of a template
@@ -44,7 +54,8 @@ class ChatTemplate:
     """The template of a tokenizer.
 
     Attributes:
-      sources: Jinja sources by name; `default`, and perhaps `tool_use` for conversations with tools.
+      sources: Jinja sources by name; `default`, and perhaps `tool_use` for conversations with
+        tools.
       variables: texts of the special tokens by the names in templates (`bos_token`).
       ends: texts of special tokens that may end a turn.
     """
@@ -56,19 +67,23 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """The values that determine the text of every conversation."""
-        return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
+        return json.dumps(
+            [dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True
+        )
 
     def refuse_unknown_roles(self, messages: Sequence[Message]) -> None:
         """Raises ConversationError for a role that the template does not know.
 
-        Many templates write any role as it is. So a role beside those that all chats have is known if the template
-        names it, in quotes.
+        Many templates write any role as it is. So a role beside those that all chats have is known
+        if the template names it, in quotes.
         """
         for number, message in enumerate(messages, 1):
             role = str(message["role"])
             if role not in self._known and not self._names(role):
-                raise ConversationError(f"message {number} has the role {shown(repr(role))}, which the chat template "
-                                        "does not know")  # fmt: skip
+                raise ConversationError(
+                    f"message {number} has the role {shown(repr(role))}, which the chat template "
+                    "does not know"
+                )
             self._known.add(role)
 
     @cached_property
@@ -76,7 +91,9 @@ class ChatTemplate:
         return {"system", "user", "assistant", "tool"}
 
     def _names(self, role: str) -> bool:
-        return any(f"{quote}{role}{quote}" in source for source in self.sources.values() for quote in "'\"")
+        return any(
+            f"{quote}{role}{quote}" in source for source in self.sources.values() for quote in "'\""
+        )
 
     def render(self, questions: Sequence[Conversation]) -> list[Rendered | ConversationError]:
         """Renders each conversation to text and the spans of the assistant's messages, or an error.
@@ -114,7 +131,9 @@ def _answer(future: Future[Rendered]) -> Rendered | ConversationError:
     raise ConfigError(f"tokenizer_path: the chat template {problem}")
 
 
-def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], ConfigError]) -> ChatTemplate:
+def read_template(
+    folder: AnyPath, ends: Sequence[str], error: Callable[[str], ConfigError]
+) -> ChatTemplate:
     """Returns the chat template beside a tokenizer.
 
     Args:
@@ -130,20 +149,29 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     sources = _sources(settings.get("chat_template") if stated is None else stated)
     if sources is None:
         raise error(
-            "has no chat template, which messages need (chat_template.jinja, or tokenizer_config.json, beside it); "
-            "plain prompts, and records with prompt and completion, need none"
+            "has no chat template, which messages need (chat_template.jinja, or "
+            "tokenizer_config.json, beside it); plain prompts, and records with prompt and "
+            "completion, need none"
         )
     if "default" not in sources:
-        raise error(f"has no chat template named default, only {shown(', '.join(map(str, sources)))}")
+        raise error(
+            f"has no chat template named default, only {shown(', '.join(map(str, sources)))}"
+        )
     variables: dict[str, object] = {
         name: text for name in _TOKENS if (text := _text_of(settings.get(name))) is not None
     }
     more = settings.get("additional_special_tokens")
     if isinstance(more, list):
-        variables["additional_special_tokens"] = [text for one in more if (text := _text_of(one)) is not None]
-    template = ChatTemplate(sources, variables, tuple(sorted({*ends} - {""}, key=lambda end: (-len(end), end))))
+        variables["additional_special_tokens"] = [
+            text for one in more if (text := _text_of(one)) is not None
+        ]
+    template = ChatTemplate(
+        sources, variables, tuple(sorted({*ends} - {""}, key=lambda end: (-len(end), end)))
+    )
     if sum(map(len, sources.values())) > _MOST_SOURCE_BYTES:
-        raise error(f"its chat template is larger than {_MOST_SOURCE_BYTES >> 20} MB, the most that is read")
+        raise error(
+            f"its chat template is larger than {_MOST_SOURCE_BYTES >> 20} MB, the most that is read"
+        )
     for source in sources.values():
         try:
             check_syntax(source)
@@ -152,7 +180,9 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
                 "chat templates need jinja2, which is not installed; pip install 'maxbatch[text]'"
             ) from problem
         except Exception as problem:  # jinja2's errors of syntax
-            raise error(f"its chat template cannot be read ({' '.join(str(problem).split())[:400]})") from problem
+            raise error(
+                f"its chat template cannot be read ({' '.join(str(problem).split())[:400]})"
+            ) from problem
     return template
 
 
@@ -164,12 +194,16 @@ def _sources(found: object) -> dict[str, str] | None:
         pairs = [(one.get("name"), one.get("template")) for one in found if isinstance(one, dict)]
     else:
         pairs = list(found.items()) if isinstance(found, dict) else []
-    texts = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+    texts = {
+        name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)
+    }
     return texts if pairs and len(texts) == len(pairs) else None
 
 
 def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, object]:
-    """Returns the JSON object of a file beside a tokenizer, which may be missing; `error` blames the tokenizer."""
+    """Returns the JSON object of a file beside a tokenizer, which may be missing; `error` blames
+    the tokenizer.
+    """
     if not file.is_file():
         return {}
     try:
@@ -178,7 +212,9 @@ def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[st
     except RefusedContent as problem:
         raise error(str(problem)) from problem
     if not isinstance(settings, dict):
-        raise error(f"{shown_path(file)} must be a JSON object, and it is a {type(settings).__name__}")
+        raise error(
+            f"{shown_path(file)} must be a JSON object, and it is a {type(settings).__name__}"
+        )
     return settings
 
 

@@ -9,16 +9,19 @@ A record has one of the forms of `sft_format`; `auto` takes the first of them wh
 - `alpaca`: `instruction`, an optional `input`, and `output`: a message of the user and one of the assistant.
 - `text`: a text in `text_field`, all of which is trained on, and the end-of-text token.
 
-The special tokens that such a text spells out become those tokens, as in transformers; nothing else is added. Of the
-fields of the record besides, the template sees `tools` (a list, or JSON of one) and those of `chat_template_kwargs`.
+The special tokens that such a text spells out become those tokens, as in transformers; nothing else
+is added. Of the fields of the record besides, the template sees `tools` (a list, or JSON of one)
+and those of `chat_template_kwargs`.
 
-With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn included: those of every
-assistant message (but not of one with `weight` 0 or `train` false), or of the completion. Without, all tokens are.
+With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn
+included: those of every assistant message (but not of one with `weight` 0 or `train` false), or of
+the completion. Without, all tokens are.
 
 Another kind of record is a subclass, which says what documents a record holds.
 
-A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
-that the prompt has by itself, or else generation would begin differently from training.
+A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's
+tokens must be those that the prompt has by itself, or else generation would begin differently from
+training.
 """
 
 from __future__ import annotations
@@ -47,10 +50,12 @@ _FIELDS = {
     "text": ("",),  # text_field
 }
 _WEIGHTS = ("weight", "train")  # fields of a message
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
+# of ShareGPT; others keep their names
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 # Roles whose messages may be empty: no instructions, and a tool that returned nothing.
 _MAY_BE_EMPTY = ("system", "developer", "tool", "function", "ipython")
-_CALLS = ("tool_calls", "function_call")  # fields of an assistant's message that may have no content
+# fields of an assistant's message that may have no content
+_CALLS = ("tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Conversations:
     text_field: str = "text"
     named_fields: Collection[str] = ()  # fields that `record_fields` names
 
-    needs_trained: ClassVar[bool] = False  # whether a document without a token to train on is an error
+    # whether a document without a token to train on is an error
+    needs_trained: ClassVar[bool] = False
 
     @property
     def identity(self) -> dict[str, object]:
@@ -72,7 +78,11 @@ class Conversations:
             template = self.tokenizer.chat_template().identity
         except ConfigError:  # raised once a record needs the template
             template = None
-        stated = {"completion_only": self.completion_only, "format": self.form, "text_field": self.text_field}
+        stated = {
+            "completion_only": self.completion_only,
+            "format": self.form,
+            "text_field": self.text_field,
+        }
         return {"version": _VERSION, **stated, **self.kind, "template": template}
 
     @property
@@ -84,7 +94,9 @@ class Conversations:
         """Returns the documents of a record; raises ConversationError if it has none."""
         return [self._conversation(record)]
 
-    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | ConversationError]:
+    def encode_batch(
+        self, records: Sequence[bytes]
+    ) -> list[tuple[Encoded, ...] | ConversationError]:
         """Returns the documents of records, which are JSON objects, or why a record is bad.
 
         A bad record has no conversation, or one in which trained tokens cannot be told from others.
@@ -128,7 +140,9 @@ class Conversations:
         return self._trains_any(self._split(found))
 
     def _trains_any(self, encoded: Encoded) -> Encoded:
-        """Returns a document; raises ConversationError if it needs a token to predict, and has none."""
+        """Returns a document; raises ConversationError if it needs a token to predict, and has
+        none.
+        """
         if self.needs_trained and not encoded.trained[1:].any():
             raise ConversationError("has an answer without a token to train on")
         return encoded
@@ -142,13 +156,18 @@ class Conversations:
         """Returns the ids of a text, and which of them lie in its spans."""
         text, spans = rendered
         borders = sorted({border for span in spans for border in span} - {0, len(text)})
-        ids, *parts = self.tokenizer.encode_markup_batch([text, *(text[:border] for border in borders)])
+        ids, *parts = self.tokenizer.encode_markup_batch(
+            [text, *(text[:border] for border in borders)]
+        )
         for part, border in zip(parts, borders, strict=True):
             if not np.array_equal(ids[: len(part)], part):
-                around = shown(repr(text[max(0, border - 10) : border] + "|" + text[border : border + 10]))
+                around = shown(
+                    repr(text[max(0, border - 10) : border] + "|" + text[border : border + 10])
+                )
                 raise ConversationError(
-                    f"a token crosses the border between trained and untrained text, at {around}; a special token or "
-                    "white space in the chat template, on the other side of the border, keeps them apart"
+                    f"a token crosses the border between trained and untrained text, at {around}; "
+                    "a special token or white space in the chat template, on the other side of "
+                    "the border, keeps them apart"
                 )
         place = {0: 0, len(text): len(ids)} | dict(zip(borders, map(len, parts), strict=True))
         trained = np.zeros(len(ids), bool)
@@ -159,9 +178,12 @@ class Conversations:
     def _texts(self, prompt: str, completion: str) -> Encoded:
         """Returns the ids of a prompt and its completion, and which are trained on.
 
-        Some tokenizers would join the end of one text and the beginning of the other; they are then tokenised apart.
+        Some tokenizers would join the end of one text and the beginning of the other; they are then
+        tokenised apart.
         """
-        whole, before, after = self.tokenizer.encode_markup_batch([prompt + completion, prompt, completion])
+        whole, before, after = self.tokenizer.encode_markup_batch(
+            [prompt + completion, prompt, completion]
+        )
         begin = len(before)
         if not np.array_equal(whole[:begin], before):
             whole = np.concatenate([before, after])
@@ -172,7 +194,10 @@ class Conversations:
 
     def _conversation(self, record: Mapping[str, object]) -> Conversation | Texts:
         """Returns the conversation of a record in the form that is stated, or found."""
-        fields = {form: tuple(name or self.text_field for name in names) for form, names in _FIELDS.items()}
+        fields = {
+            form: tuple(name or self.text_field for name in names)
+            for form, names in _FIELDS.items()
+        }
 
         def has(form: str) -> bool:
             return all(record.get(name) is not None for name in fields[form])
@@ -180,19 +205,37 @@ class Conversations:
         stated = _form_of(self.form, self.named_fields)
         form = next(filter(has, fields), None) if stated == "auto" else stated
         if form is None or not has(form):
-            ways = [" and ".join(names) for names in fields.values()] if form is None else [" and ".join(fields[form])]
+            ways = (
+                [" and ".join(names) for names in fields.values()]
+                if form is None
+                else [" and ".join(fields[form])]
+            )
             key = "use_sft=true" if form is None or self.form == "auto" else f"sft_format={form}"
-            raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}")
+            raise ConversationError(
+                f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}"
+            )
         if form == "text":
             return Texts("", answer_of(_text(record, self.text_field), self.text_field))
         if form == "alpaca":
-            asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input", ""))))
+            asked = "\n\n".join(
+                filter(None, (_text(record, "instruction"), _text(record, "input", "")))
+            )
             if not asked:
                 raise ConversationError("field instruction is empty")
             answer = answer_of(_text(record, "output"), "output")
-            turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", answer)]
-            return Conversation([{"role": role, "content": text} for role, text in turns if text or role != "system"],
-                            extras_of(record))  # fmt: skip
+            turns = [
+                ("system", _text(record, "system", "")),
+                ("user", asked),
+                ("assistant", answer),
+            ]
+            return Conversation(
+                [
+                    {"role": role, "content": text}
+                    for role, text in turns
+                    if text or role != "system"
+                ],
+                extras_of(record),
+            )
         if form == "completion":
             return _prompted(record)
         messages = messages_of(record[fields[form][0]], fields[form][0])
@@ -203,8 +246,14 @@ class Conversations:
 
 
 def _form_of(stated: str, names: Collection[str]) -> str:
-    """Returns the form of records: the stated one, or for `auto` one whose fields `record_fields` all names."""
-    named = (form for form, fields in _FIELDS.items() if all(field and field in names for field in fields))
+    """Returns the form of records: the stated one, or for `auto` one whose fields `record_fields`
+    all names.
+    """
+    named = (
+        form
+        for form, fields in _FIELDS.items()
+        if all(field and field in names for field in fields)
+    )
     return next(named, stated) if stated == "auto" else stated
 
 
@@ -231,8 +280,12 @@ def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
         return Conversation([*asked, *answered], extras_of(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
-            raise ConversationError(f"field {name} is {kind_of_value(value)}, not a text or a list of messages")
-    raise ConversationError("fields prompt and completion must be both texts, or both lists of messages")
+            raise ConversationError(
+                f"field {name} is {kind_of_value(value)}, not a text or a list of messages"
+            )
+    raise ConversationError(
+        "fields prompt and completion must be both texts, or both lists of messages"
+    )
 
 
 def answer_of(text: str, field: str) -> str:
@@ -251,47 +304,72 @@ def _text(record: Mapping[str, object], name: str, default: str | None = None) -
 
 
 def _checked(conversation: Conversation, completion_only: bool) -> Conversation:
-    """Returns a conversation with the messages to leave out of training; raises ConversationError if it has no end."""
+    """Returns a conversation with the messages to leave out of training; raises ConversationError
+    if it has no end.
+    """
     messages = conversation.messages
     if messages[-1]["role"] == "user":
-        raise ConversationError("ends with a message of the user, and no message of the assistant answers it")
+        raise ConversationError(
+            "ends with a message of the user, and no message of the assistant answers it"
+        )
     stated = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
     for number, (message, trained) in enumerate(zip(messages, stated, strict=True), 1):
         if trained and completion_only and message["role"] != "assistant":
-            raise ConversationError(f"message {number} states that it is trained on, and it is not the assistant's")
+            raise ConversationError(
+                f"message {number} states that it is trained on, and it is not the assistant's"
+            )
         if trained is False and not completion_only:
             raise ConversationError(
-                f"message {number} states that it is not trained on, and sft_train_on_completion_only=false trains on "
-                "all; works: sft_train_on_completion_only=true"
+                f"message {number} states that it is not trained on, and "
+                "sft_train_on_completion_only=false trains on all; works: "
+                "sft_train_on_completion_only=true"
             )
-    plain = [{key: value for key, value in message.items() if key not in _WEIGHTS} for message in messages]
-    return conversation._replace(messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False))
+    plain = [
+        {key: value for key, value in message.items() if key not in _WEIGHTS}
+        for message in messages
+    ]
+    return conversation._replace(
+        messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False)
+    )
 
 
 def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
-    """Returns whether a message states that it is trained on (`weight`, `train`); None if it states nothing."""
+    """Returns whether a message states that it is trained on (`weight`, `train`); None if it states
+    nothing.
+    """
     found = {bool(message[name]) for name in _WEIGHTS if message.get(name) is not None}
     for name in _WEIGHTS:
         if message.get(name) not in (None, 0, 1):  # False and True too
             value = shown(repr(message[name]))
-            raise ConversationError(f"message {number}: {name} is {value}, and it must be 0 or 1, or false or true")
+            raise ConversationError(
+                f"message {number}: {name} is {value}, and it must be 0 or 1, or false or true"
+            )
     if len(found) > 1:
         raise ConversationError(f"message {number}: weight and train contradict each other")
     return next(iter(found), None)
 
 
 def messages_of(value: object, field: str) -> list[dict[str, object]]:
-    """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
+    """Returns the messages of a field, without the empty fields that tables have; raises
+    ConversationError.
+    """
     if not isinstance(value, list) or not value:
         raise ConversationError(f"field {field} is {kind_of_value(value)}, not a list of messages")
-    return [_message(message, f"message {number} of field {field}") for number, message in enumerate(value, 1)]
+    return [
+        _message(message, f"message {number} of field {field}")
+        for number, message in enumerate(value, 1)
+    ]
 
 
 def _message(message: object, where: str) -> dict[str, object]:
     """Returns a message with `role` and `content`, which ShareGPT calls `from` and `value`."""
     if not isinstance(message, dict):
         raise ConversationError(f"{where} is not an object")
-    kept = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+    kept = {
+        key: value
+        for key, value in message.items()
+        if value is not None or key in ("role", "content")
+    }
     if "role" not in kept and "from" in kept:
         role = kept.pop("from")
         kept["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
@@ -319,15 +397,23 @@ def _content(message: Mapping[str, object], role: str, where: str) -> str | None
 
 
 def _part_text(part: object, where: str) -> str:
-    """Returns the text of a part of a content, as OpenAI's messages have; raises ConversationError for other parts."""
+    """Returns the text of a part of a content, as OpenAI's messages have; raises ConversationError
+    for other parts.
+    """
     if not isinstance(part, dict):
-        raise ConversationError(f"{where}: a part of content is {kind_of_value(part)}, not an object of type text")
+        raise ConversationError(
+            f"{where}: a part of content is {kind_of_value(part)}, not an object of type text"
+        )
     if part.get("type") != "text":
         kind = shown(repr(part.get("type")))
-        raise ConversationError(f"{where}: content has a part of type {kind}, and only parts of text can be trained on")
+        raise ConversationError(
+            f"{where}: content has a part of type {kind}, and only parts of text can be trained on"
+        )
     text = part.get("text")
     if not isinstance(text, str):
-        raise ConversationError(f"{where}: the text of a part of content is {kind_of_value(text)}, not a text")
+        raise ConversationError(
+            f"{where}: the text of a part of content is {kind_of_value(text)}, not a text"
+        )
     return text
 
 
@@ -342,7 +428,9 @@ def extras_of(record: Mapping[str, object]) -> dict[str, object]:
     if tools is not None and not isinstance(tools, list):
         raise ConversationError(f"field tools is {kind_of_value(tools)}, not a list")
     if more is not None and not isinstance(more, dict):
-        raise ConversationError(f"field chat_template_kwargs is {kind_of_value(more)}, not an object")
+        raise ConversationError(
+            f"field chat_template_kwargs is {kind_of_value(more)}, not an object"
+        )
     return {**(more or {}), "tools": tools or None}
 
 

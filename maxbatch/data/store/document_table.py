@@ -1,12 +1,14 @@
-"""The places where documents of a store begin and end: an array, a mapped file, or a file of an object store.
+"""The places where documents of a store begin and end: an array, a mapped file, or a file of an
+object store.
 
-The table of a large store is too large for a host: fifty million documents take 400 MB. On a disk such a table is
-mapped and searched. In an object store blocks are read when a row needs them. A block is found by interpolation between
-the blocks read before, since documents of a store have similar lengths, and recent blocks are kept, so that a row costs
-at most one request more.
+The table of a large store is too large for a host: fifty million documents take 400 MB. On a disk
+such a table is mapped and searched. In an object store blocks are read when a row needs them. A
+block is found by interpolation between the blocks read before, since documents of a store have
+similar lengths, and recent blocks are kept, so that a row costs at most one request more.
 
-The bytes read are compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`), and the starts checked
-for their order and their ends. The checksum covers the whole file, and is compared in a pass over all blocks.
+The bytes read are compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`),
+and the starts checked for their order and their ends. The checksum covers the whole file, and is
+compared in a pass over all blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from maxbatch.system.npy import NpyHeader, npy_header
 from maxbatch.system.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
-BLOCK_DOCUMENTS = 8192  # of a table in an object store, 64 KiB: a request costs as much as reading this many bytes
+# of a table in an object store, 64 KiB: a request costs as much as reading this many bytes
+BLOCK_DOCUMENTS = 8192
 LOCAL_BLOCK_DOCUMENTS = 256
 _RUN_DOCUMENTS = 1 << 18  # of a pass over a table of this machine
 KEPT_BYTES = 64 << 20  # of blocks
@@ -48,7 +51,8 @@ T = TypeVar("T")
 
 
 class BlockTable(Protocol):
-    """The starts of documents in the order of the store; document d is tokens starts(d) to starts(d + 1) - 1.
+    """The starts of documents in the order of the store; document d is tokens starts(d) to starts(d
+    + 1) - 1.
 
     Blocks of `block_documents` documents are read in memory that does not grow with their number.
     """
@@ -57,7 +61,9 @@ class BlockTable(Protocol):
         """Returns, for each token, the number of the last document that begins at or before it."""
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
-        """Returns the first token of each document; of the number after the last one, the token after all."""
+        """Returns the first token of each document; of the number after the last one, the token
+        after all.
+        """
 
     @property
     def block_documents(self) -> int: ...
@@ -66,7 +72,8 @@ class BlockTable(Protocol):
         """Returns of each block the starts of its documents and of the one after them."""
 
     def runs(self) -> Iterator[np.ndarray]:
-        """Yields the starts of all documents, some blocks at a time, and with each run the start after its last.
+        """Yields the starts of all documents, some blocks at a time, and with each run the start
+        after its last.
 
         Raises:
           ConfigError: the table is damaged.
@@ -87,14 +94,20 @@ class LocalTable(ABC):
     def containing(self, tokens_n: np.ndarray) -> np.ndarray:
         low_n = np.zeros(tokens_n.shape, np.int64)
         high_n = np.full(tokens_n.shape, self._num_documents)
-        for _ in range(self._num_documents.bit_length()):  # document low begins at or before the token, high behind it
+        # document low begins at or before the token, high behind it
+        for _ in range(self._num_documents.bit_length()):
             middle_n = (low_n + high_n) // 2
             is_before_n = self.starts(middle_n) <= tokens_n
-            low_n, high_n = np.where(is_before_n, middle_n, low_n), np.where(is_before_n, high_n, middle_n)
+            low_n, high_n = (
+                np.where(is_before_n, middle_n, low_n),
+                np.where(is_before_n, high_n, middle_n),
+            )
         return low_n
 
     def blocks(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        return [self._starts(number * self.block_documents, self.block_documents) for number in numbers]
+        return [
+            self._starts(number * self.block_documents, self.block_documents) for number in numbers
+        ]
 
     def runs(self) -> Iterator[np.ndarray]:
         for first in range(0, self._num_documents, _RUN_DOCUMENTS):
@@ -133,7 +146,9 @@ class MappedTable(LocalTable):
       ConfigError: the file is no such table.
     """
 
-    def __init__(self, path: Path, size: int, num_documents: int, num_tokens: int, blocks: Blocks | None) -> None:
+    def __init__(
+        self, path: Path, size: int, num_documents: int, num_tokens: int, blocks: Blocks | None
+    ) -> None:
         super().__init__(num_documents)
         self._path, self._num_tokens, self._has_hashes = path, num_tokens, blocks is not None
         header = _header(path, read_range(path, 0, _HEADER_BYTES), num_documents)
@@ -141,7 +156,9 @@ class MappedTable(LocalTable):
         self._file = MappedFile(path, np.dtype("<i8"), size, blocks)
         ends = self._file[np.array([0, num_documents]) + self._skipped]
         if ends.tolist() != [0, num_tokens]:
-            raise _damaged(path, f"it goes from token {ends[0]} to {ends[1]}, and the store has {num_tokens}")
+            raise _damaged(
+                path, f"it goes from token {ends[0]} to {ends[1]}, and the store has {num_tokens}"
+            )
 
     def check(self) -> None:
         """Compares the whole table with its hashes; raises ConfigError if a block differs."""
@@ -152,7 +169,10 @@ class MappedTable(LocalTable):
         if not self._has_hashes:
             in_order = starts_n.ravel()[np.argsort(documents_n, axis=None, kind="stable")]
             if (np.diff(in_order, prepend=0, append=self._num_tokens) < 0).any():
-                raise _damaged(self._path, f"documents {documents_n.min()} to {documents_n.max()} are not in order")
+                raise _damaged(
+                    self._path,
+                    f"documents {documents_n.min()} to {documents_n.max()} are not in order",
+                )
         return starts_n
 
 
@@ -168,9 +188,19 @@ class RangedTable:
     """
 
     def __init__(
-        self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None, checksum: int
+        self,
+        path: AnyPath,
+        num_documents: int,
+        num_tokens: int,
+        blocks: Blocks | None,
+        checksum: int,
     ) -> None:
-        self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
+        self._path, self._num_documents, self._num_tokens, self._hashes = (
+            path,
+            num_documents,
+            num_tokens,
+            blocks,
+        )
         self._checksum = checksum
         self._header = self._checked_header()
         self._open()
@@ -189,8 +219,10 @@ class RangedTable:
 
     def _open(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, Future[np.ndarray]] = OrderedDict()  # the one used last at the end
-        self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
+        # the one used last at the end
+        self._blocks: OrderedDict[int, Future[np.ndarray]] = OrderedDict()
+        # starts that are known, with their documents
+        self._marks = [(0, 0), (self._num_tokens, self._num_documents)]
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in _STATE_OF_RANGED}
@@ -231,7 +263,9 @@ class RangedTable:
             raise self._damaged("it differs from its checksum")
 
     def _read_ahead(self, firsts: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields the starts of documents from each of `firsts` to the next one, that one included."""
+        """Yields the starts of documents from each of `firsts` to the next one, that one
+        included.
+        """
         waiting: deque[Future[np.ndarray]] = deque()
         for first, after in itertools.pairwise([*firsts, self._num_documents]):
             waiting.append(readers().submit(self._starts, first, after))
@@ -253,7 +287,9 @@ class RangedTable:
         while True:
             steps += 1
             is_halved = steps > _INTERPOLATIONS and steps % 2
-            share = (end - first) // 2 if is_halved else (token - low) * (end - first) // (high - low)
+            share = (
+                (end - first) // 2 if is_halved else (token - low) * (end - first) // (high - low)
+            )
             number = (first + share) // BLOCK_DOCUMENTS
             block = self._block(number)
             if token < block[0]:
@@ -261,10 +297,14 @@ class RangedTable:
             elif token >= block[-1]:
                 low, first = int(block[-1]), (number + 1) * BLOCK_DOCUMENTS
             else:
-                return number * BLOCK_DOCUMENTS + int(np.searchsorted(block, token, side="right")) - 1
+                return (
+                    number * BLOCK_DOCUMENTS + int(np.searchsorted(block, token, side="right")) - 1
+                )
 
     def _block(self, number: int) -> np.ndarray:
-        """Returns the starts of a block's documents and of the one after them, which many threads may ask for."""
+        """Returns the starts of a block's documents and of the one after them, which many threads
+        may ask for.
+        """
         with self._lock:
             is_new = number not in self._blocks
             found = self._blocks.setdefault(number, Future())
@@ -319,4 +359,6 @@ def _header(path: AnyPath, content: bytes, num_documents: int) -> NpyHeader:
 
 
 def _damaged(path: AnyPath, problem: str) -> ConfigError:
-    return ConfigError(f"{path}: the table of documents cannot be used: {problem}; prepare the store again")
+    return ConfigError(
+        f"{path}: the table of documents cannot be used: {problem}; prepare the store again"
+    )

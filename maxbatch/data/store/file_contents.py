@@ -1,7 +1,8 @@
 """Hashes of the contents of a dataset's files, kept for as long as the files do not change.
 
-A file on a disk is unchanged while its path, size, inode, change time and modification time are; otherwise it is hashed
-again. Only other content makes another store. For an object, the object store's own checksum or version is taken.
+A file on a disk is unchanged while its path, size, inode, change time and modification time are;
+otherwise it is hashed again. Only other content makes another store. For an object, the object
+store's own checksum or version is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Contents(NamedTuple):
     """The hashes of some files, in order."""
 
     hashes: Iterable[str]
-    are_first: bool  # whether none of them has had other content since the first of these hashes was taken
+    # whether none of them has had other content since the first of these hashes was taken
+    are_first: bool
 
 
 def known_contents(files: Files, data_cache_dir: str) -> Contents | None:
@@ -68,11 +70,18 @@ class _Kept:
 
     def __init__(self, files: Files, data_cache_dir: str) -> None:
         self._files = files
-        self._path = cache_file(data_cache_dir, "contents", Mapped(operator.attrgetter("path"), files))
-        lines, others = recall_list(self._path, "files") or (LongList[object](), {"are_first": True})
+        self._path = cache_file(
+            data_cache_dir, "contents", Mapped(operator.attrgetter("path"), files)
+        )
+        lines, others = recall_list(self._path, "files") or (
+            LongList[object](),
+            {"are_first": True},
+        )
         self._are_first = others["are_first"] is True
         self.num_unknown = self.unknown_bytes = 0
-        self._entries = LongList(self._found(lines if len(lines) == len(files) else itertools.repeat("")))
+        self._entries = LongList(
+            self._found(lines if len(lines) == len(files) else itertools.repeat(""))
+        )
 
     def _found(self, lines: Iterable[object]) -> Iterator[_Entry]:
         for file, line in zip(self._files, lines, strict=False):

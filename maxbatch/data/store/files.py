@@ -1,8 +1,8 @@
 """The files that a dataset path names, in a fixed order.
 
-A path is a file, a folder (its files of the expected kind, in order of their names) or a glob; several are joined by
-";", and their files follow one another in that order. Limits: a path cannot contain ";"; files whose names begin with a
-dot are not part of a folder.
+A path is a file, a folder (its files of the expected kind, in order of their names) or a glob;
+several are joined by ";", and their files follow one another in that order. Limits: a path cannot
+contain ";"; files whose names begin with a dot are not part of a folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 
 
 class Listing(NamedTuple):
-    """The files of a dataset, and the names of the shards that a folder or glob lacks (`NAME-00001-of-00005`)."""
+    """The files of a dataset, and the names of the shards that a folder or glob lacks
+    (`NAME-00001-of-00005`).
+    """
 
     files: LongList[SourceFile]
     missing: tuple[str, ...]
@@ -55,7 +57,9 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
     paths = [path.strip() for path in value.split(";")]
     if not all(paths):
         works = ";".join(filter(None, paths))
-        raise ConfigError(f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}")
+        raise ConfigError(
+            f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}"
+        )
     listings = [_list_path(f"{key}={shown(repr(path))}", path, wanted, kind) for path in paths]
     if len(listings) == 1:
         return listings[0]
@@ -69,11 +73,15 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
     is_single, found = False, LongList[SourceFile]()
     try:
         if is_folder(place):
-            found = files_below(place, lambda name: _is_visible(name) and wanted.search(name), _is_visible)
+            found = files_below(
+                place, lambda name: _is_visible(name) and wanted.search(name), _is_visible
+            )
             problem = f"the folder holds no {kind} file"
         elif is_there(place):
             is_single = True
-            file = source_file(Path(os.path.abspath(place)) if isinstance(place, Path) else place, place.name)
+            file = source_file(
+                Path(os.path.abspath(place)) if isinstance(place, Path) else place, place.name
+            )
             found, problem = LongList([file] if file else []), "not a regular file"
         elif glob.has_magic(str(place)):
             found, problem = files_matching(place), "the glob matches no file"
@@ -81,7 +89,8 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
             problem = "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
     except TrainingError:  # a store that does not answer
         raise
-    except Exception as error:  # e.g. no permission, no network: each store has exceptions of its own
+    # e.g. no permission, no network: each store has exceptions of its own
+    except Exception as error:
         unlisted = getattr(error, "filename", None) or "it"
         raise ConfigError(f"{where}: cannot list {unlisted}: {typed_reason(error)}") from error
     if not found:
@@ -111,7 +120,9 @@ def open_file(file: SourceFile) -> BinaryIO:
 
 
 def local_path(file: SourceFile) -> contextlib.AbstractContextManager[str]:
-    """Returns a context with the path of the file on this machine, for readers that take nothing else."""
+    """Returns a context with the path of the file on this machine, for readers that take nothing
+    else.
+    """
     return local_copy(place_of(file.path))
 
 

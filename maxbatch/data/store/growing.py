@@ -1,7 +1,9 @@
-"""The files beside the tokens of a store, written as its documents arrive, in memory that does not grow with them.
+"""The files beside the tokens of a store, written as its documents arrive, in memory that does not
+grow with them.
 
-The table of documents begins with numpy's header, which states their number, so its bytes are left free until the end.
-Hashes of blocks are masked by the hash of the whole content, so they wait in a file without a name.
+The table of documents begins with numpy's header, which states their number, so its bytes are left
+free until the end. Hashes of blocks are masked by the hash of the whole content, so they wait in a
+file without a name.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _CHUNK_BLOCKS = 1 << 16
 
 
 class GrowingTable:
-    """The table of documents: int64[documents + 1], the first token of each and at last the number of tokens.
+    """The table of documents: int64[documents + 1], the first token of each and at last the number
+    of tokens.
 
     Attributes:
       documents: those that were appended.

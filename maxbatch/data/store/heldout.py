@@ -12,7 +12,9 @@ from maxbatch.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeldOutFraction:
-    """A share f of the records, evenly spread: record i is held out iff floor((i + 1) f) > floor(i f)."""
+    """A share f of the records, evenly spread: record i is held out iff floor((i + 1) f) > floor(i
+    f).
+    """
 
     fraction: Fraction  # f, exact, 0 <= f < 1
 
@@ -27,7 +29,9 @@ class HeldOutFraction:
         return f"fraction {self.fraction}" if self.fraction else "none"
 
     def refuse_empty(self, records: int, what: str) -> None:
-        """Raises ConfigError if the share is not 0 and yet holds out none of `records` records, named by `what`."""
+        """Raises ConfigError if the share is not 0 and yet holds out none of `records` records,
+        named by `what`.
+        """
         if not self.fraction or self.count(records, held_out=True):
             return
         digits = 10 ** (len(str(records)) + 1)
@@ -45,22 +49,28 @@ class HeldOutFraction:
     def record(self, number: int, held_out: bool) -> int:
         """Returns the index of held-out (or training) record `number`, counted from 0. O(1)."""
         a, b = self.fraction.numerator, self.fraction.denominator
-        # Held-out record n is the last of the first ceil((n + 1) / f) records. Training record n is record
-        # floor(n / (1 - f)).
+        # Held-out record n is the last of the first ceil((n + 1) / f) records. Training record n is
+        # record floor(n / (1 - f)).
         return -(-(number + 1) * b // a) - 1 if held_out else number * b // (b - a)
 
     def records(self, count: int, held_out: bool, begin: int = 0) -> np.ndarray:
-        """Returns the indices (int64) of `count` held-out (or training) records, from number `begin` on."""
+        """Returns the indices (int64) of `count` held-out (or training) records, from number
+        `begin` on.
+        """
         a, b = self.fraction.numerator, self.fraction.denominator
         if (begin + count + 1) * b >= 1 << 62:
-            return np.array([self.record(number, held_out) for number in range(begin, begin + count)], np.int64)
+            return np.array(
+                [self.record(number, held_out) for number in range(begin, begin + count)], np.int64
+            )
         numbers = np.arange(begin, begin + count, dtype=np.int64)
         return -(-(numbers + 1) * b // a) - 1 if held_out else numbers * b // (b - a)
 
 
 @dataclass(frozen=True)
 class Records:
-    """The training (or held-out) records of the first `total`, by their indices in order, computed on demand."""
+    """The training (or held-out) records of the first `total`, by their indices in order, computed
+    on demand.
+    """
 
     split: HeldOutFraction
     total: int

@@ -1,9 +1,10 @@
-"""The token store of the dataset that a config names: prepared earlier, found in the cache, or built now.
+"""The token store of the dataset that a config names: prepared earlier, found in the cache, or
+built now.
 
-The cache holds one store per content, tokenizer and settings; a dataset whose files were moved, copied or touched has
-the store that it had (`maxbatch.data.store.file_contents`). If several processes need a new store, one builds it and
-the others wait.
-`dataset_type=tokens` names a store that `maxbatch prepare` wrote, `dataset_type=megatron` one of Megatron-LM.
+The cache holds one store per content, tokenizer and settings; a dataset whose files were moved,
+copied or touched has the store that it had (`maxbatch.data.store.file_contents`). If several
+processes need a new store, one builds it and the others wait. `dataset_type=tokens` names a store
+that `maxbatch prepare` wrote, `dataset_type=megatron` one of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest, Store
-from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
+from maxbatch.data.store.token_store import (
+    TokenStore,
+    load_folder,
+    open_folder,
+    signatures,
+    was_prepared,
+)
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError, StoreRefused
@@ -27,9 +34,13 @@ from maxbatch.system.watched_files import watch
 
 
 def find_store(
-    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+    config: StoreConfig,
+    tokenizer: Tokenizer,
+    key: str = "dataset_path",
+    whole: StoreConfig | None = None,
 ) -> Store | None:
-    """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none.
+    """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache
+    has none.
 
     `whole` is the config of the mixture of which this dataset is a source.
     """
@@ -54,20 +65,26 @@ def find_store(
 
 def leaves_out_held_out(config: StoreConfig, key: str, whole: StoreConfig | None = None) -> bool:
     """Returns whether the dataset that config[key] names has no record of `eval_dataset_path`."""
-    return config.deduplicate and key == "dataset_path" and bool((whole or config).eval_dataset_path)
+    return (
+        config.deduplicate and key == "dataset_path" and bool((whole or config).eval_dataset_path)
+    )
 
 
 def open_store(
-    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+    config: StoreConfig,
+    tokenizer: Tokenizer,
+    key: str = "dataset_path",
+    whole: StoreConfig | None = None,
 ) -> Store:
-    """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
+    """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the
+    cache has it.
 
     `whole` is the config of the mixture of which this dataset is a source.
 
     Raises:
-      ConfigError: data that cannot be read, a dataset without documents, files that change while they are read, a
-        cache that cannot be written, a tokenizer that lacks the special tokens, or a prepared store of another
-        tokenizer or with other special tokens.
+      ConfigError: data that cannot be read, a dataset without documents, files that change while
+        they are read, a cache that cannot be written, a tokenizer that lacks the special tokens, or
+        a prepared store of another tokenizer or with other special tokens.
     """
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
@@ -89,13 +106,16 @@ def open_store(
     folder = cache_folder(config.data_cache_dir) / names[0]
     writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
     with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
-        build = Build(source, tokenizer, config, default_workers(source), progress, held_out=held_out)
+        build = Build(
+            source, tokenizer, config, default_workers(source), progress, held_out=held_out
+        )
         build_store(folder, build)
     return _load_watched(folder)
 
 
 def _load_watched(folder: AnyPath) -> TokenStore:
-    """Returns the store in a folder, whose files the run under way watches from before they are read.
+    """Returns the store in a folder, whose files the run under way watches from before they are
+    read.
 
     Those of an object store are compared with their hashes at every read instead.
     """
@@ -111,9 +131,14 @@ def _load_watched(folder: AnyPath) -> TokenStore:
 
 
 def open_held_out(
-    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+    config: StoreConfig,
+    tokenizer: Tokenizer,
+    key: str = "dataset_path",
+    whole: StoreConfig | None = None,
 ) -> TokenStore | None:
-    """Returns the store of held-out data whose records the dataset leaves out, or None; builds it if need be."""
+    """Returns the store of held-out data whose records the dataset leaves out, or None; builds it
+    if need be.
+    """
     if not leaves_out_held_out(config, key, whole):
         return None
     store = open_store(whole or config, tokenizer, "eval_dataset_path")
@@ -136,7 +161,9 @@ def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | Non
 
 
 def _cached_store(folder: Path) -> TokenStore | None:
-    """Returns the store in a folder of the cache, unless it is damaged or belongs to another dataset."""
+    """Returns the store in a folder of the cache, unless it is damaged or belongs to another
+    dataset.
+    """
     store = open_folder(folder)
     return store if store is not None and store.manifest["signature"] == folder.name else None
 
@@ -144,8 +171,9 @@ def _cached_store(folder: Path) -> TokenStore | None:
 def _warn_without_hashes(store: TokenStore) -> None:
     if store.blocks is None:
         warn_once(
-            f"{store.folder}: the tokenised data were made without hashes of their blocks, so damage to them goes "
-            "unnoticed; to add hashes, remove the folder and prepare them again"
+            f"{store.folder}: the tokenised data were made without hashes of their blocks, so "
+            "damage to them goes unnoticed; to add hashes, remove the folder and prepare them "
+            "again"
         )
 
 
@@ -168,22 +196,33 @@ def _prepared_store(config: StoreConfig, tokenizer: Tokenizer, key: str) -> Toke
     manifest = store.manifest
     if manifest["tokenizer"] != tokenizer.identity:
         raise ConfigError(
-            f"tokenizer_type={config.tokenizer_type}, tokenizer_path={shown(repr(config.tokenizer_path))}: {where} was "
-            f"prepared with tokenizer {shown(repr(manifest['tokenizer']))}, and this is {tokenizer.identity!r}"
-            + ("; works: tokenizer_type=byte tokenizer_path=''" if manifest["tokenizer"] == "byte" else "")
+            f"tokenizer_type={config.tokenizer_type}, "
+            f"tokenizer_path={shown(repr(config.tokenizer_path))}: {where} was prepared with "
+            f"tokenizer {shown(repr(manifest['tokenizer']))}, and this is {tokenizer.identity!r}"
+            + (
+                "; works: tokenizer_type=byte tokenizer_path=''"
+                if manifest["tokenizer"] == "byte"
+                else ""
+            )
         )
     _check_prepared_settings(config, where, manifest)
     return store
 
 
 def _check_prepared_settings(config: StoreConfig, where: str, manifest: Manifest) -> None:
-    """Raises ConfigError for a store of documents or conversations that were made with other settings."""
+    """Raises ConfigError for a store of documents or conversations that were made with other
+    settings.
+    """
     made = manifest.get("conversations")
-    prepared: dict[str, object] = {recipe.key: recipe.has_made(made) for recipe in StoreRecipe.flagged()}
+    prepared: dict[str, object] = {
+        recipe.key: recipe.has_made(made) for recipe in StoreRecipe.flagged()
+    }
     recipe = StoreRecipe.of(config.recipe)
     if recipe.has_answers == (made is not None):
         prepared |= recipe.prepared_settings(manifest)
     for key, value in prepared.items():
         if config[key] != value:
             stated, works = (str(flag).lower() for flag in (config[key], value))
-            raise ConfigError(f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}")
+            raise ConfigError(
+                f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}"
+            )

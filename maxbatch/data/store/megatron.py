@@ -1,17 +1,20 @@
 """`megatron`: a token store of Megatron-LM, PREFIX.bin and PREFIX.idx, read in place.
 
-The index is a header (`MMIDIDX`, version 1, the type of tokens, the numbers of sequences and of document marks), then
-int32 lengths of sequences in tokens, int64 places of sequences in PREFIX.bin in bytes, int64 marks (document d is
-sequences marks[d] to marks[d + 1] - 1), and for a multimodal store int8 modes of sequences. PREFIX.bin is the tokens,
-sequence after sequence; bytes after the last one are not read. Reference: `megatron/core/datasets/indexed_dataset.py`.
+The index is a header (`MMIDIDX`, version 1, the type of tokens, the numbers of sequences and of
+document marks), then int32 lengths of sequences in tokens, int64 places of sequences in PREFIX.bin
+in bytes, int64 marks (document d is sequences marks[d] to marks[d + 1] - 1), and for a multimodal
+store int8 modes of sequences. PREFIX.bin is the tokens, sequence after sequence; bytes after the
+last one are not read. Reference: `megatron/core/datasets/indexed_dataset.py`.
 
-Of a store in a bucket the index, 20 bytes a document, is copied into the cache once; tokens are read by range. The
-index is checked as a whole when a store is first opened. The format has no checksums, so damage to a token goes
-unnoticed before that, unless it makes an id that the vocabulary lacks.
+Of a store in a bucket the index, 20 bytes a document, is copied into the cache once; tokens are
+read by range. The index is checked as a whole when a store is first opened. The format has no
+checksums, so damage to a token goes unnoticed before that, unless it makes an id that the
+vocabulary lacks.
 
-The content of a store is identified by the lengths of its sequences, its documents, and the MD5 of PREFIX.bin, which
-an object store states itself, or else by the version of the object. The hash that names rows (it keys the shuffle) is
-older: of the tokens it covers all up to 64 MiB, else 256 parts of 256 KiB from all over the file.
+The content of a store is identified by the lengths of its sequences, its documents, and the MD5 of
+PREFIX.bin, which an object store states itself, or else by the version of the object. The hash that
+names rows (it keys the shuffle) is older: of the tokens it covers all up to 64 MiB, else 256 parts
+of 256 KiB from all over the file.
 
 Legend: D documents, S sequences, n values asked for.
 """
@@ -52,7 +55,8 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 _MOST_SEQUENCES = 1 << 48
 _CHUNK = 1 << 20  # sequences that are checked at once
-_WHOLE_BYTES, _PARTS, _PART_BYTES = 64 << 20, 256, 256 << 10  # of the tokens that identify the content
+# of the tokens that identify the content
+_WHOLE_BYTES, _PARTS, _PART_BYTES = 64 << 20, 256, 256 << 10
 _VERSION = 2  # of what the cache holds of a store
 _SHOWN_BYTES = 1 << 30  # whose hashing is shown
 
@@ -94,7 +98,9 @@ class IndexTable(LocalTable):
     @cached_property
     def places_S(self) -> np.ndarray:
         """int64, the first byte of each sequence."""
-        return self._mapped("<i8", _HEADER.size + 4 * self._layout.num_sequences, self._layout.num_sequences)
+        return self._mapped(
+            "<i8", _HEADER.size + 4 * self._layout.num_sequences, self._layout.num_sequences
+        )
 
     @cached_property
     def marks_D(self) -> np.ndarray:
@@ -131,33 +137,50 @@ class IndexTable(LocalTable):
           token_bytes: of the file of tokens.
 
         Raises:
-          ValueError: sequences overlap, leave gaps or end after the file; marks that are out of order; modes of
-            sequences that are not text.
+          ValueError: sequences overlap, leave gaps or end after the file; marks that are out of
+            order; modes of sequences that are not text.
         """
         content, end = hashlib.blake2b(digest_size=16), 0
         for first in range(0, self._layout.num_sequences, _CHUNK):
-            length_n = self.lengths_S[first : first + _CHUNK].astype(np.int64) * self._layout.itemsize
+            length_n = (
+                self.lengths_S[first : first + _CHUNK].astype(np.int64) * self._layout.itemsize
+            )
             ends_n = end + np.cumsum(length_n)
-            if (is_wrong_n := (length_n < 0) | (self.places_S[first : first + _CHUNK] != ends_n - length_n)).any():
-                raise ValueError(f"sequence {first + int(np.argmax(is_wrong_n))} does not follow the one before it")
+            if (
+                is_wrong_n := (length_n < 0)
+                | (self.places_S[first : first + _CHUNK] != ends_n - length_n)
+            ).any():
+                raise ValueError(
+                    f"sequence {first + int(np.argmax(is_wrong_n))} does not follow the one "
+                    "before it"
+                )
             if (modes_n := self.modes_S[first : first + _CHUNK]).any():
                 number = first + int(np.argmax(modes_n != 0))
-                raise ValueError(f"sequence {number} has mode {modes_n[number - first]}: only text (mode 0) is read")
+                raise ValueError(
+                    f"sequence {number} has mode {modes_n[number - first]}: only text (mode 0) is "
+                    "read"
+                )
             content.update(self.lengths_S[first : first + _CHUNK].tobytes())
             end = int(ends_n[-1])
         if end > token_bytes:
             raise ValueError(f"its sequences have {end} bytes, and the .bin file has {token_bytes}")
         if first_mark := int(self.marks_D[0]):
-            raise ValueError(f"its first document begins at sequence {first_mark}, and must begin at 0")
+            raise ValueError(
+                f"its first document begins at sequence {first_mark}, and must begin at 0"
+            )
         last = 0
         for first in range(0, self._layout.num_documents + 1, _CHUNK):
             marks_n = self.marks_D[first : first + _CHUNK]
             if (np.diff(marks_n, prepend=last) < 0).any():
-                raise ValueError(f"documents {first} to {first + len(marks_n) - 1} are not in order")
+                raise ValueError(
+                    f"documents {first} to {first + len(marks_n) - 1} are not in order"
+                )
             content.update(marks_n.tobytes())
             last = int(marks_n[-1])
         if last != self._layout.num_sequences:
-            raise ValueError(f"its documents end at sequence {last} of {self._layout.num_sequences}")
+            raise ValueError(
+                f"its documents end at sequence {last} of {self._layout.num_sequences}"
+            )
         return content.hexdigest()
 
 
@@ -194,7 +217,11 @@ class MegatronStore:
         return self.table.starts(np.arange(self.manifest["documents"] + 1))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("tokens", "offsets")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("tokens", "offsets")
+        }
 
 
 @overload
@@ -218,8 +245,10 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
     value = config[key]
     where = f"{key}={shown(repr(value))}"
     if not value or ";" in value:
-        raise ConfigError(f"{where}: dataset_type=megatron needs the prefix of a .bin and an .idx file; "
-                          "several are a mixture, such as 'web,0.7;code,0.3'")  # fmt: skip
+        raise ConfigError(
+            f"{where}: dataset_type=megatron needs the prefix of a .bin and an .idx file; "
+            "several are a mixture, such as 'web,0.7;code,0.3'"
+        )
     prefix = value.removesuffix(".bin").removesuffix(".idx")
     files = [_listed(where, as_path(f"{prefix}{suffix}")) for suffix in (".bin", ".idx")]
     cached = cache_file(config.data_cache_dir, "megatron", [_VERSION, *files])
@@ -247,16 +276,22 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
                 content = hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
                 known = [content, _whole(bin_file, num_bytes), _whole(index_file, files[1].size)]
                 if stamps != [content_stamp(file) for file in (bin_file, index_file)]:
-                    raise ConfigError(f"{where}: {bin_file} or {index_file.name} changed while it was hashed")
+                    raise ConfigError(
+                        f"{where}: {bin_file} or {index_file.name} changed while it was hashed"
+                    )
                 with contextlib.suppress(OSError):  # the cache may only be read
                     keep(cached, known)
     content, whole, _ = known
     sizes = (num_bytes, files[1].size)
-    for file, size, stamp, hashed in zip((bin_file, index_file), sizes, stamps, known[1:], strict=True):
+    for file, size, stamp, hashed in zip(
+        (bin_file, index_file), sizes, stamps, known[1:], strict=True
+    ):
         watch(file, stamp, partial(_is_same, file, size, hashed))
     if files[0].size > num_bytes:
-        warn_once(f"{where}: {bin_file} has {files[0].size} bytes, and the sequences of {index_file.name} end after "
-                  f"{num_bytes}; the rest is not read")  # fmt: skip
+        warn_once(
+            f"{where}: {bin_file} has {files[0].size} bytes, and the sequences of "
+            f"{index_file.name} end after {num_bytes}; the rest is not read"
+        )
     facts: StoreFacts = {
         "content": content,
         "whole_content": whole,
@@ -270,11 +305,15 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
 
 
 def _is_hashes(known: object) -> TypeGuard[list[str]]:
-    return isinstance(known, list) and len(known) == 3 and all(isinstance(text, str) for text in known)
+    return (
+        isinstance(known, list) and len(known) == 3 and all(isinstance(text, str) for text in known)
+    )
 
 
 def _alone(cached: Path) -> contextlib.AbstractContextManager[None]:
-    """Returns a lock that only one process with this cache holds; none where the cache cannot be written."""
+    """Returns a lock that only one process with this cache holds; none where the cache cannot be
+    written.
+    """
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -283,7 +322,9 @@ def _alone(cached: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _whole(file: AnyPath, size: int) -> str:
-    """Returns a store's MD5 or version of an object, or the MD5 of a file's first bytes; shows the reading of many."""
+    """Returns a store's MD5 or version of an object, or the MD5 of a file's first bytes; shows the
+    reading of many.
+    """
     if stated := stored_sum(file):
         return stated
     if size < _SHOWN_BYTES:
@@ -304,7 +345,9 @@ def _listed(where: str, path: AnyPath) -> SourceFile:
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except OSError as error:
-        raise ConfigError(f"{where}: dataset_type=megatron needs {path}: {typed_reason(error)}") from error
+        raise ConfigError(
+            f"{where}: dataset_type=megatron needs {path}: {typed_reason(error)}"
+        ) from error
     if file is None:
         raise ConfigError(f"{where}: dataset_type=megatron needs {path}, which is not a file")
     return file
@@ -319,14 +362,19 @@ def _layout(header: bytes, size: int, damaged: Callable[[str], ConfigError]) -> 
         raise damaged(f"it has version {version}, and 1 is read")
     if code not in _DTYPES:
         problem = (
-            f"{_FLOATS[code]} numbers, not token ids" if code in _FLOATS else f"values of an unknown type ({code})"
+            f"{_FLOATS[code]} numbers, not token ids"
+            if code in _FLOATS
+            else f"values of an unknown type ({code})"
         )
         raise damaged(f"it states {problem}")
     layout = _ArraySizes(_DTYPES[code], num_sequences, num_marks - 1)
     if not num_marks or max(num_sequences, num_marks) > _MOST_SEQUENCES:
         raise damaged(f"it states {num_sequences} sequences and {num_marks} marks of documents")
     if size not in (layout.size, layout.size + num_sequences):
-        raise damaged(f"it has {size} bytes, and {num_sequences} sequences of {num_marks - 1} documents {layout.size}")
+        raise damaged(
+            f"it has {size} bytes, and {num_sequences} sequences of {num_marks - 1} documents "
+            f"{layout.size}"
+        )
     if not num_sequences or not layout.num_documents:
         raise damaged("it holds no document")
     return layout
@@ -353,7 +401,9 @@ def _digests(path: AnyPath, size: int) -> Iterator[str]:
     def digest(span: tuple[int, int]) -> str:
         data = read_range(path, *span)
         if len(data) != span[1] - span[0]:
-            raise ValueError(f"the .bin file changed while it was read: it has no bytes {span[0]} to {span[1]}")
+            raise ValueError(
+                f"the .bin file changed while it was read: it has no bytes {span[0]} to {span[1]}"
+            )
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
     yield from readers().map(digest, spans)

@@ -1,5 +1,6 @@
-"""Tokens that are read by range: from objects of a store, of which a host reads the rows that it trains on and little
-more, or from the shards of a store on a disk."""
+"""Tokens that are read by range: from objects of a store, of which a host reads the rows that it
+trains on and little more, or from the shards of a store on a disk.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, is_remote
 from maxbatch.system.stores.store import MAX_REQUESTS
 
-# Ranges that are closer than this are read as one: a request costs as much as reading this many bytes.
+# Ranges that are closer than this are read as one: a request costs as much as reading this many
+# bytes.
 _GAP_BYTES = 16 << 10
-_WIDEST_GAP_BYTES = 1 << 20  # the most bytes between ranges read as one, as long as few of them are wasted
+# the most bytes between ranges read as one, as long as few of them are wasted
+_WIDEST_GAP_BYTES = 1 << 20
 _LONGEST_BYTES = 8 << 20  # of one request
 
 
@@ -30,7 +33,11 @@ class RangedTokens:
     """
 
     def __init__(
-        self, files: Sequence[AnyPath], dtype: str, sizes: Sequence[int], blocks: Blocks | None = None
+        self,
+        files: Sequence[AnyPath],
+        dtype: str,
+        sizes: Sequence[int],
+        blocks: Blocks | None = None,
     ) -> None:
         self._files, self.dtype, self._blocks = files, np.dtype(dtype), blocks
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
@@ -52,7 +59,9 @@ class RangedTokens:
         return self._gather(np.where(wanted < 0, wanted + self._size, wanted).astype(np.int64))
 
     def check(self, name: str) -> None:
-        """Compares a file of this machine with its hashes; raises ConfigError if a block differs."""
+        """Compares a file of this machine with its hashes; raises ConfigError if a block
+        differs.
+        """
         number = [file.name for file in self._files].index(name)
         self._mapped(number, Path(str(self._files[number]))).check()
 
@@ -67,7 +76,9 @@ class RangedTokens:
         # Where each range begins in the bytes read, minus where it begins in the store.
         lengths = np.array([end - begin for begin, end in ranges])
         shift = np.cumsum(lengths) - lengths - np.array([begin for begin, _ in ranges])
-        array: np.ndarray = read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(wanted.shape)
+        array: np.ndarray = read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(
+            wanted.shape
+        )
         return array
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
@@ -77,7 +88,9 @@ class RangedTokens:
             while begin < end:
                 file = int(np.searchsorted(self._starts, begin, side="right")) - 1
                 stop = min(end, begin + longest, int(self._starts[file + 1]))
-                parts.append((file, begin - int(self._starts[file]), stop - int(self._starts[file])))
+                parts.append(
+                    (file, begin - int(self._starts[file]), stop - int(self._starts[file]))
+                )
                 begin = stop
         is_far = len(parts) > 1 and is_remote(self._files[0])
         found = readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
@@ -89,7 +102,11 @@ class RangedTokens:
         if is_remote(file):
             first, last = begin * itemsize, end * itemsize
             blocks = self._blocks
-            data = blocks.read_range(file.name, first, last) if blocks else file.read_range(first, last)
+            data = (
+                blocks.read_range(file.name, first, last)
+                if blocks
+                else file.read_range(first, last)
+            )
             return np.frombuffer(data, self.dtype)
         return self._mapped(number, file)[begin:end]
 
@@ -103,8 +120,9 @@ class RangedTokens:
 def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
     """Returns the longest step between places that one range spans.
 
-    Bytes between ranges are wasted: a few are always allowed, more only up to half of the bytes wanted.
-    The documents of rows packed by best fit are far apart, and would otherwise cost a request each.
+    Bytes between ranges are wasted: a few are always allowed, more only up to half of the bytes
+    wanted. The documents of rows packed by best fit are far apart, and would otherwise cost a
+    request each.
     """
     sizes, counts = np.unique(steps, return_counts=True)
     cheap = sizes[np.cumsum((sizes - 1) * counts) <= num_wanted // 2]
@@ -136,8 +154,12 @@ class CheckedIds:
         ids = self._tokens[places]
         least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
         if least < 0 or most >= 1 << 31:
-            raise ConfigError(f"{self._where}: holds {least if least < 0 else most}, which is not a token id")
+            raise ConfigError(
+                f"{self._where}: holds {least if least < 0 else most}, which is not a token id"
+            )
         if most >= self._vocab_size:
             rule = f"{self._where} holds the token id {most}, beyond the embedding"
-            raise ConfigError(f"vocab_size={self._vocab_size}: {rule}; works: vocab_size={most + 1} or more")
+            raise ConfigError(
+                f"vocab_size={self._vocab_size}: {rule}; works: vocab_size={most + 1} or more"
+            )
         return ids

@@ -1,4 +1,6 @@
-"""A kind of sample in the token stores: how its records become documents. Imports no NumPy by itself."""
+"""A kind of sample in the token stores: how its records become documents. Imports no NumPy by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class StoreRecipe(Recipe):
-    """A kind of sample as the token stores know it; by default a document is the text of a record."""
+    """A kind of sample as the token stores know it; by default a document is the text of a
+    record.
+    """
 
     documents_per_record: ClassVar[int] = 1
 
@@ -31,9 +35,13 @@ class StoreRecipe(Recipe):
         return {key: config[key] for key in names_fixing(Fixes.TOKENS)}
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
-        """Returns whether a store is of this kind, by the identity of its encoder; None: it holds texts."""
+        """Returns whether a store is of this kind, by the identity of its encoder; None: it holds
+        texts.
+        """
         return made is not None and made.get("kind") == self.name
 
     def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
-        """Returns the settings that a store of this kind was made with, by the keys that must state them."""
+        """Returns the settings that a store of this kind was made with, by the keys that must state
+        them.
+        """
         return {"add_bos": bool(manifest["bos"]), "add_eos": bool(manifest["eos"])}

@@ -1,7 +1,7 @@
 """Shards of a token store: files of tokens that are cut between the jobs of a build.
 
-While a store is built into an object store, the facts about the documents of each finished shard are beside it, in
-`.building/`, so that a killed build continues with the next shard.
+While a store is built into an object store, the facts about the documents of each finished shard
+are beside it, in `.building/`, so that a killed build continues with the next shard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
+_ARRAYS = {
+    "counts": "uint8",
+    "lengths": "int64",
+    "digests": "uint8",
+    "held_out": "int64",
+    "hashes": "uint32",
+}
 _COUNTS = ("jobs", "tokens", "source_bytes", "text_bytes")
 _MOST_BYTES = 4 << 30  # of the facts about a shard: 150 million documents
 
@@ -57,9 +63,13 @@ class Shard:
         """Returns the shard as the content of a file, for a build of this signature."""
         facts = self.facts
         counts = {
-            "signature": signature, "jobs": self.jobs, "tokens": facts.tokens, "source_bytes": facts.source_bytes,
-            "reasons": facts.reasons, "text_bytes": facts.text_bytes,
-        }  # fmt: skip
+            "signature": signature,
+            "jobs": self.jobs,
+            "tokens": facts.tokens,
+            "source_bytes": facts.source_bytes,
+            "reasons": facts.reasons,
+            "text_bytes": facts.text_bytes,
+        }
         file = io.BytesIO()
         np.savez(
             file,
@@ -73,7 +83,9 @@ class Shard:
 
     @classmethod
     def from_bytes(cls, content: bytes, signature: str) -> Shard | None:
-        """Returns the shard that a file holds; None if the file is damaged or of a build of another signature."""
+        """Returns the shard that a file holds; None if the file is damaged or of a build of another
+        signature.
+        """
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as saved:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in saved.infolist()):
@@ -81,7 +93,9 @@ class Shard:
                 arrays = [read_npy(saved.read(f"{name}.npy"), name) for name in _ARRAYS]
             read, lengths, digests, held_out, hashes = arrays
             counts: dict[str, Any] = read_json(read.tobytes(), "counts")
-            is_ours = counts["signature"] == signature and all(_is_count(counts[name]) for name in _COUNTS)
+            is_ours = counts["signature"] == signature and all(
+                _is_count(counts[name]) for name in _COUNTS
+            )
             is_ours = is_ours and all(map(_is_count, counts["reasons"].values()))
         except (
             ValueError,
@@ -99,9 +113,13 @@ class Shard:
         if not is_ours or not is_typed or lengths.min(initial=0) < 0 or held_out.min(initial=0) < 0:
             return None
         facts = Tokenised(
-            counts["source_bytes"], array.array("q", lengths.tobytes()), bytearray(digests), held_out.tolist(),
-            counts["reasons"], counts["text_bytes"],
-        )  # fmt: skip
+            counts["source_bytes"],
+            array.array("q", lengths.tobytes()),
+            bytearray(digests),
+            held_out.tolist(),
+            counts["reasons"],
+            counts["text_bytes"],
+        )
         return cls(counts["jobs"], facts, [hashes])
 
 
@@ -113,19 +131,30 @@ def _is_count(value: object) -> bool:
 
 
 class ShardWriter:
-    """Writes tokens into files of about `shard_tokens` tokens each; jobs write to it as to one file.
+    """Writes tokens into files of about `shard_tokens` tokens each; jobs write to it as to one
+    file.
 
     Args:
       shard_tokens: a shard that has as many ends with its job; None for one shard.
-      keep: called with the number, the file and the facts of each shard but the last, which are collected for it; None
-        on a disk, where a build that was killed starts again.
+      keep: called with the number, the file and the facts of each shard but the last, which are
+        collected for it; None on a disk, where a build that was killed starts again.
     """
 
     def __init__(
-        self, folder: Path, shard_tokens: int | None, first: int, hashes: GrowingHashes, keep: KeepShard | None
+        self,
+        folder: Path,
+        shard_tokens: int | None,
+        first: int,
+        hashes: GrowingHashes,
+        keep: KeepShard | None,
     ) -> None:
         self.sizes: list[int] = []  # tokens of the shards that are finished
-        self._folder, self._shard_tokens, self._number, self._keep = folder, shard_tokens, first, keep
+        self._folder, self._shard_tokens, self._number, self._keep = (
+            folder,
+            shard_tokens,
+            first,
+            keep,
+        )
         self._hashes = hashes
         self._open()
 
@@ -188,11 +217,15 @@ class RemoteShards:
         self._folder, self._signature = folder, signature
 
     def begin(self) -> None:
-        """Marks the folder as one in which a store is built, so that a build that was killed can be started again."""
+        """Marks the folder as one in which a store is built, so that a build that was killed can be
+        started again.
+        """
         (self._folder / BUILDING_FOLDER / "signature").write_text(self._signature)
 
     def found(self, itemsize: int) -> Iterator[Shard]:
-        """Yields the shards that an earlier build of the same signature finished, from the first on."""
+        """Yields the shards that an earlier build of the same signature finished, from the first
+        on.
+        """
         sizes = file_sizes(self._folder)
         for number in itertools.count():
             size = sizes.get(_name(number))
@@ -209,7 +242,9 @@ class RemoteShards:
         return Shard.from_bytes(content, self._signature)
 
     def keep(self, number: int, file: Path, shard: Shard) -> None:
-        """Copies a finished shard to the store, then its facts, which mark it as finished; removes the local file."""
+        """Copies a finished shard to the store, then its facts, which mark it as finished; removes
+        the local file.
+        """
         (self._folder / MANIFEST).unlink(missing_ok=True)  # of the store that this one replaces
         upload(file, self._folder / file.name)
         self._facts(number).write_bytes(shard.to_bytes(self._signature))
@@ -219,7 +254,9 @@ class RemoteShards:
         return self._folder / BUILDING_FOLDER / f"{number:05d}.npz"
 
     def tidy(self, replaced: Iterable[str]) -> None:
-        """Removes the files that only a build needs, and those of the store that this one replaces."""
+        """Removes the files that only a build needs, and those of the store that this one
+        replaces.
+        """
         remove_tree(self._folder / BUILDING_FOLDER)
         for name in replaced:
             (self._folder / name).unlink(missing_ok=True)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from maxbatch.system.storage import AnyPath
 
 IDS = "ids"  # the identity of the tokenizer of data that hold token ids
-WHOLE_CONTENT = "all tokens"  # in the identity of a stream: the hash of a store of another program as a whole
+# in the identity of a stream: the hash of a store of another program as a whole
+WHOLE_CONTENT = "all tokens"
 
 
 class Manifest(TypedDict, total=False):
@@ -26,7 +27,8 @@ class Manifest(TypedDict, total=False):
     tokens: Required[int]
     text_bytes: Required[int]
     skipped_records: Required[int]
-    skipped_reasons: dict[str, int]  # by the kind of the records' problems; absent without, and of older stores
+    # by the kind of the records' problems; absent without, and of older stores
+    skipped_reasons: dict[str, int]
     held_out: Required[list[int]]
     tokenizer: Required[str]
     vocab_size: int
@@ -41,15 +43,18 @@ class Manifest(TypedDict, total=False):
     signature: Required[str]
     place: str  # the hash of the dataset's path
     deduplicated: bool  # true where duplicates were left out
-    apart_from: str  # beside it: the content of the held-out data whose records were left out, or ""
+    # beside it: the content of the held-out data whose records were left out, or ""
+    apart_from: str
     checksum: str
 
 
 class StoreFacts(TypedDict, total=False):
     """The facts about a store that fix its streams."""
 
-    content: Required[str]  # hash of the tokens of the documents in order; of another program's store, of a sample
-    whole_content: str  # where `content` is of a sample: a hash of all tokens, or a bucket's version of them
+    # hash of the tokens of the documents in order; of another program's store, of a sample
+    content: Required[str]
+    # where `content` is of a sample: a hash of all tokens, or a bucket's version of them
+    whole_content: str
     documents: Required[int]
     tokens: Required[int]
     held_out: Required[list[int]]  # numbers of the documents that the dataset itself holds out
@@ -69,13 +74,16 @@ class Store(Protocol):
     def manifest(self) -> StoreFacts: ...
 
     @property
-    def tokens(self) -> np.ndarray | MappedFile | RangedTokens | CheckedIds: ...  # all of them, in order
+    # all of them, in order
+    def tokens(self) -> np.ndarray | MappedFile | RangedTokens | CheckedIds: ...
 
     @property
     def table(self) -> BlockTable: ...
 
     @property
-    def offsets(self) -> np.ndarray: ...  # int64[documents + 1], the starts of documents; at last the tokens
+    # int64[documents + 1], the starts of documents; at last the tokens
+    def offsets(self) -> np.ndarray: ...
 
     @property
-    def trained_bit(self) -> int | None: ...  # the bit that marks a trained token; None: no token has a mark
+    # the bit that marks a trained token; None: no token has a mark
+    def trained_bit(self) -> int | None: ...

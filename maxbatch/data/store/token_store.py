@@ -1,17 +1,18 @@
 """A dataset tokenised once: a memory-mapped array of tokens, cut into documents.
 
-A store is a folder of four files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
-tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin` (`maxbatch.data.store.blocks`) and
-`manifest.json`. It appears whole, by one rename. The tokens of a large store are cut between documents into several
-files (`maxbatch.data.store.shards`).
+A store is a folder of four files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents +
+1], document d is tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin`
+(`maxbatch.data.store.blocks`) and `manifest.json`. It appears whole, by one rename. The tokens of a
+large store are cut between documents into several files (`maxbatch.data.store.shards`).
 
-In a store of records with answers (a pair of answers is two documents), the highest bit of each token says whether it
-is trained on.
+In a store of records with answers (a pair of answers is two documents), the highest bit of each
+token says whether it is trained on.
 
-The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
-of the offsets of a large store the parts that are read (`maxbatch.data.store.document_table`). Tokens are
-compared with the hashes of their blocks where they are read: of a local store each block once per process, in a bucket
-every time. `maxbatch prepare --verify` reads all of them, and recomputes the hash of the content, which is in the
+The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store
+is opened or mapped; of the offsets of a large store the parts that are read
+(`maxbatch.data.store.document_table`). Tokens are compared with the hashes of their blocks where
+they are read: of a local store each block once per process, in a bucket every time. `maxbatch
+prepare --verify` reads all of them, and recomputes the hash of the content, which is in the
 identity of the stream. A store that was made without hashes is read with a warning.
 """
 
@@ -56,7 +57,12 @@ _MOST_MANIFEST_BYTES = 64 << 20  # it lists held-out documents, which may be mil
 _MAPPED_BYTES = 1 << 20  # a table on a disk up to this size is read
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
-MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
+MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = (
+    "manifest.json",
+    "offsets.npy",
+    "tokens.bin",
+    "tokens-00000.bin",
+)
 _SHARD = re.compile(r"tokens(-\d{5,})?\.bin")
 _BESIDE = (OFFSETS, BLOCKS)  # the files beside those of tokens
 BUILDING_FOLDER = ".building"  # in an object store while a store is built there
@@ -71,12 +77,15 @@ class TokenLayout:
     dtype: str  # of tokens.bin
     bos: tuple[int, ...]  # the id before each document, if any
     eos: tuple[int, ...]  # the id after each document, if any
-    hashed_as: str  # the type in which ids are hashed; uint8 for bytes, which hashes the text itself
+    # the type in which ids are hashed; uint8 for bytes, which hashes the text itself
+    hashed_as: str
     trained_bit: int | None = None  # the number of the bit that marks a trained token, if any does
 
     @classmethod
     def from_config(cls, config: StoreConfig, tokenizer: Tokenizer) -> TokenLayout:
-        """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
+        """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token
+        that is set.
+        """
         if config.recipe.has_answers:
             bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
             dtype = "uint16" if bit == 15 else "uint32"
@@ -91,12 +100,16 @@ class TokenLayout:
         )
 
     def digest(self, ids: np.ndarray) -> bytes:
-        """Returns a document's part of the content hash: 16 bytes, of its ids without bos and eos."""
+        """Returns a document's part of the content hash: 16 bytes, of its ids without bos and
+        eos.
+        """
         return hashlib.sha256(ids.astype(self.hashed_as, copy=False).data).digest()[:_DIGEST_BYTES]
 
 
 def new_content_hash() -> hashlib.blake2b:
-    """Returns a hash to update with the digests of documents; it does not depend on their files and jobs."""
+    """Returns a hash to update with the digests of documents; it does not depend on their files and
+    jobs.
+    """
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
@@ -104,13 +117,14 @@ def new_content_hash() -> hashlib.blake2b:
 class TokenStore:
     """An open store.
 
-    Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
-    `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
-    identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of content and settings),
-    `sizes` (bytes per file, those of tokens in order), `offsets_crc32`, `place` (hash of the dataset's path; new stores
-    only) and `checksum` (hash of the manifest without it;
-    new stores only). A store of conversations also has `conversations`, the settings that made them; one without
-    duplicates has `deduplicated`, and `apart_from`, the content of the held-out data that it has no record of, or "".
+    Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`,
+    `text_bytes`, `skipped_records`, `held_out` (numbers of the documents that the dataset itself
+    holds out), `tokenizer` (its identity), `vocab_size` (new stores only), the fields of
+    TokenLayout, `signature` (hash of content and settings), `sizes` (bytes per file, those of
+    tokens in order), `offsets_crc32`, `place` (hash of the dataset's path; new stores only) and
+    `checksum` (hash of the manifest without it; new stores only). A store of conversations also has
+    `conversations`, the settings that made them; one without duplicates has `deduplicated`, and
+    `apart_from`, the content of the held-out data that it has no record of, or "".
     """
 
     folder: AnyPath
@@ -118,9 +132,11 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> np.ndarray | MappedFile | RangedTokens:
-        """uint16 or uint32 [tokens]: memory-mapped, or read by range if they lie in an object store or in shards.
+        """uint16 or uint32 [tokens]: memory-mapped, or read by range if they lie in an object store
+        or in shards.
 
-        Raises ConfigError if the store was replaced since it was opened; reading them does if they are damaged.
+        Raises ConfigError if the store was replaced since it was opened; reading them does if they
+        are damaged.
         """
         self._refuse_replaced()
         dtype = np.dtype(self.manifest["dtype"])
@@ -128,7 +144,11 @@ class TokenStore:
             return np.zeros(0, dtype)
         from maxbatch.data.store.ranged_tokens import RangedTokens
 
-        files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name not in _BESIDE}
+        files = {
+            self.folder / name: size
+            for name, size in self.manifest["sizes"].items()
+            if name not in _BESIDE
+        }
         (path, size), *others = files.items()
         if others or is_remote(path):
             sizes = [size // dtype.itemsize for size in files.values()]
@@ -145,7 +165,9 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced since."""
+        """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or
+        replaced since.
+        """
         self._refuse_replaced()
         path = self.folder / OFFSETS
         try:
@@ -154,7 +176,9 @@ class TokenStore:
             raise damaged_file(path, str(error)) from None
 
     def _checked_offsets(self) -> np.ndarray:
-        """Returns the bytes of the file of offsets; raises ConfigError if they differ from their checksum."""
+        """Returns the bytes of the file of offsets; raises ConfigError if they differ from their
+        checksum.
+        """
         data = self._offsets_file[:]
         if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
             if self.blocks:
@@ -174,7 +198,11 @@ class TokenStore:
     def table(self) -> BlockTable:
         """The starts of documents: of a large store searched in its file, else `offsets`."""
         manifest, path = self.manifest, self.folder / OFFSETS
-        documents, tokens, size = manifest["documents"], manifest["tokens"], manifest["sizes"][OFFSETS]
+        documents, tokens, size = (
+            manifest["documents"],
+            manifest["tokens"],
+            manifest["sizes"][OFFSETS],
+        )
         if size <= document_table.WHOLE_BYTES:
             return WholeTable(self.offsets)
         self._refuse_replaced()
@@ -188,7 +216,8 @@ class TokenStore:
         return self.manifest.get("trained_bit")
 
     def is_unchanged(self, name: str) -> bool:
-        """Returns whether a file of this machine that the store reads is still as the manifest states; reads all of it.
+        """Returns whether a file of this machine that the store reads is still as the manifest
+        states; reads all of it.
 
         A file that was mapped is read through its map, as training does, also if its name has gone.
         """
@@ -214,7 +243,9 @@ class TokenStore:
             self._checked_offsets()
 
     def verify(self) -> None:
-        """Raises ConfigError if the tokens differ from the hash of their content, or leave the vocabulary."""
+        """Raises ConfigError if the tokens differ from the hash of their content, or leave the
+        vocabulary.
+        """
         manifest = self.manifest
         bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
         layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])
@@ -234,7 +265,10 @@ class TokenStore:
                 content.update(layout.digest(ids))
                 ids = ids & all_bits if self.trained_bit else ids
                 if ids.max(initial=0) >= end_of_ids:
-                    problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
+                    problem = (
+                        f"document {number} has the id {ids.max()}, and its ids end at "
+                        f"{end_of_ids - 1}"
+                    )
                     raise damaged_file(self.folder / ONE_SHARD, problem)
                 number += 1
         if not is_whole or content.hexdigest() != manifest["content"]:
@@ -266,27 +300,40 @@ class TokenStore:
             raise damaged_file(self.folder, "it was replaced since it was opened")
 
 
-def signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = "") -> str:
-    """Returns a hash of the files' content and of all settings that shape a store; reads files not hashed so far.
+def signature(
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = ""
+) -> str:
+    """Returns a hash of the files' content and of all settings that shape a store; reads files not
+    hashed so far.
 
     `held_out` is the content of the data whose records are left out, or "".
     """
-    return _signature(source, tokenizer, config, held_out, _facts(source, _read_contents(source, config)))
+    return _signature(
+        source, tokenizer, config, held_out, _facts(source, _read_contents(source, config))
+    )
 
 
 def signatures(
-    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = "", reads: bool = True
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    config: StoreConfig,
+    held_out: str = "",
+    reads: bool = True,
 ) -> tuple[str, str | None] | None:
     """Returns the signature, and the one of an earlier store whose files have not changed since.
 
-    Earlier stores were signed by the path, size and modification time of their files. Such a store is accepted when its
-    files are first hashed, and no longer once their content has changed.
+    Earlier stores were signed by the path, size and modification time of their files. Such a store
+    is accepted when its files are first hashed, and no longer once their content has changed.
 
     Args:
       held_out: the content of the data whose records are left out, or "".
       reads: whether files may be read; without, None if one must be.
     """
-    contents = _read_contents(source, config) if reads else known_contents(source.files, config.data_cache_dir)
+    contents = (
+        _read_contents(source, config)
+        if reads
+        else known_contents(source.files, config.data_cache_dir)
+    )
     if contents is None:
         return None
     before = Mapped(operator.itemgetter(slice(4)), source.files)
@@ -303,14 +350,20 @@ def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
 
 
 def _facts(source: DocumentSource, contents: Contents) -> Iterable[list[str]]:
-    """Returns the identity of each file; that of the standard library has names, which decide what is held out."""
+    """Returns the identity of each file; that of the standard library has names, which decide what
+    is held out.
+    """
     named = source.dataset_type == "python_stdlib"
     pairs = zip(source.files, contents.hashes, strict=True)
     return Mapped(lambda pair: [pair[1], pair[0].name] if named else [pair[1]], pairs)
 
 
 def _signature(
-    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str, files: Iterable[object]
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    config: StoreConfig,
+    held_out: str,
+    files: Iterable[object],
 ) -> str:
     settings = {
         "version": VERSION,
@@ -328,14 +381,17 @@ def _signature(
 def manifest_checksum(manifest: Manifest) -> str:
     """Returns the checksum of a manifest, which the manifest itself contains."""
     others = {name: value for name, value in manifest.items() if name != "checksum"}
-    return hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(others, sort_keys=True).encode(), digest_size=_DIGEST_BYTES
+    ).hexdigest()
 
 
 def _read_manifest(folder: AnyPath) -> Manifest:
     """Returns the manifest of a store.
 
     Raises:
-      ConfigError: it is missing, damaged or of another version, or a file has another size than it states.
+      ConfigError: it is missing, damaged or of another version, or a file has another size than it
+        states.
     """
     path, sizes = folder / MANIFEST, dict[str, int]()
     try:
@@ -355,7 +411,9 @@ def _read_manifest(folder: AnyPath) -> Manifest:
             raise damaged_file(folder / name, "it is missing")
         if found != size:
             block = min(size, found) // BLOCK_BYTES
-            raise damaged_file(folder / name, f"it has {found} bytes, not {size}; damaged from block {block} on")
+            raise damaged_file(
+                folder / name, f"it has {found} bytes, not {size}; damaged from block {block} on"
+            )
     return manifest
 
 
@@ -371,11 +429,14 @@ def _is_manifest(value: object) -> TypeGuard[Manifest]:
         and value.get("hashed_as") in ("uint8", dtype)
         and value.get("trained_bit") in (None, 8 * np.dtype(dtype).itemsize - 1)
         and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
-        and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
+        and all(
+            _are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos")
+        )
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
         and _are_reasons(value.get("skipped_reasons", {}))
         and _are_sizes(value.get("sizes"), value["tokens"] * np.dtype(dtype).itemsize)
-        and value.get("checksum") == (manifest_checksum(cast(Manifest, value)) if BLOCKS in value["sizes"] else None)
+        and value.get("checksum")
+        == (manifest_checksum(cast(Manifest, value)) if BLOCKS in value["sizes"] else None)
     )
 
 
@@ -402,28 +463,46 @@ def _is_count(value: object, end: int) -> bool:
 
 
 def _are_counts(value: object, end: int, most: int) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= most
+        and all(_is_count(item, end) for item in value)
+    )
 
 
 def _are_reasons(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(kind, str) and _is_count(n, 1 << 62) for kind, n in value.items())
+    return isinstance(value, dict) and all(
+        isinstance(kind, str) and _is_count(n, 1 << 62) for kind, n in value.items()
+    )
 
 
 def shard_names(num_shards: int) -> list[str]:
     """Returns the names of a store's files of tokens."""
-    return [ONE_SHARD] if num_shards == 1 else [f"tokens-{number:05d}.bin" for number in range(num_shards)]
+    return (
+        [ONE_SHARD]
+        if num_shards == 1
+        else [f"tokens-{number:05d}.bin" for number in range(num_shards)]
+    )
 
 
 def store_files(folder: AnyPath) -> list[str]:
-    """Returns the names of a store's files in a folder: those that its manifest lists, else those named like them."""
+    """Returns the names of a store's files in a folder: those that its manifest lists, else those
+    named like them.
+    """
     store = open_folder(folder)
     if store is not None:
         return [MANIFEST, *store.manifest["sizes"]]
-    return [name for name in file_sizes(folder) if name in (MANIFEST, *_BESIDE) or _SHARD.fullmatch(name)]
+    return [
+        name
+        for name in file_sizes(folder)
+        if name in (MANIFEST, *_BESIDE) or _SHARD.fullmatch(name)
+    ]
 
 
 def was_prepared(folder: AnyPath) -> bool:
-    """Returns whether a folder has a store's files, perhaps damaged, of another version or not all built yet."""
+    """Returns whether a folder has a store's files, perhaps damaged, of another version or not all
+    built yet.
+    """
     names = {path.name for path in folder.iterdir()}
     is_store = MANIFEST in names and bool(names & {ONE_SHARD, FIRST_SHARD})
     return is_store or BUILDING_FOLDER in names or names == {LEASE_FILE}

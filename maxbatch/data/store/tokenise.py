@@ -1,4 +1,6 @@
-"""Documents to tokens, job by job, in this process or in several workers: the result is the same."""
+"""Documents to tokens, job by job, in this process or in several workers: the result is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Batches large enough to be worth a call of the library, and small enough for the processor's cache.
+# Batches large enough to be worth a call of the library, and small enough for the processor's
+# cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
 # Few calls per token, and memory that does not grow with the length of a document.
@@ -57,7 +60,9 @@ class Tokeniser:
     encoder: Conversations | None = None  # makes documents of records, if they are not texts
 
     def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
-        """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
+        """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be
+        read.
+        """
         done = Tokenised(sum(piece.size for piece in job))
         dtype = np.dtype(self.layout.dtype)
         for parts in grouped(self._tokens(job, done), len, _WRITE_TOKENS, _WRITE_PARTS):
@@ -68,7 +73,10 @@ class Tokeniser:
         """Yields the tokens of a job's documents, a long document in parts."""
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
         for batch in grouped(
-            self._kept(job, done), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS
+            self._kept(job, done),
+            lambda document: len(document.utf8),
+            _BATCH_BYTES,
+            _BATCH_DOCUMENTS,
         ):
             for document, documents in zip(batch, self.encoded(batch), strict=True):
                 if isinstance(documents, str):
@@ -83,11 +91,15 @@ class Tokeniser:
                     done.digests += self.layout.digest(ids)
 
     def encoded(self, batch: Sequence[Document]) -> Iterator[Sequence[np.ndarray] | str]:
-        """Yields the tokens of each record's documents, as the store has them, or why the record is bad."""
+        """Yields the tokens of each record's documents, as the store has them, or why the record is
+        bad.
+        """
         texts = [document.utf8 for document in batch]
         if self.encoder is None:
             encoded_texts = iter(
-                self.tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
+                self.tokenizer.encode_utf8_batch(
+                    [text for text in texts if not isinstance(text, TokenIds)]
+                )
             )
             for document in batch:
                 if not isinstance(document.utf8, TokenIds):
@@ -101,7 +113,10 @@ class Tokeniser:
             if isinstance(encoded, ConversationError):
                 yield str(encoded)
             else:
-                yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in encoded]
+                yield [
+                    ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit)
+                    for ids, trained in encoded
+                ]
 
     def _leave_out(self, document: Document, problem: str, done: Tokenised) -> None:
         """Counts a bad record; raises ConfigError unless such records are left out."""
@@ -136,10 +151,14 @@ class Tokenised:
     """Facts about the documents of a job, besides their tokens."""
 
     source_bytes: int  # bytes of the files that were read, about
-    lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
-    digests: bytearray = field(default_factory=bytearray)  # hashes of the documents, one after the other
-    held_out: list[int] = field(default_factory=list)  # numbers, in the job, of documents that the dataset holds out
-    reasons: dict[str, int] = field(default_factory=dict)  # records left out, by the kind of their problem
+    # in tokens, with bos and eos
+    lengths: array.array[int] = field(default_factory=lambda: array.array("q"))
+    # hashes of the documents, one after the other
+    digests: bytearray = field(default_factory=bytearray)
+    # numbers, in the job, of documents that the dataset holds out
+    held_out: list[int] = field(default_factory=list)
+    # records left out, by the kind of their problem
+    reasons: dict[str, int] = field(default_factory=dict)
     text_bytes: int = 0  # of all documents
 
     @property
@@ -158,16 +177,22 @@ class Tokenised:
         return int(np.frombuffer(self.lengths, np.int64).sum())
 
     def without(self, duplicates: np.ndarray, kinds: Mapping[str, int]) -> Tokenised:
-        """Returns the facts without the documents of duplicates, bool[documents], which are counted by their kind."""
+        """Returns the facts without the documents of duplicates, bool[documents], which are counted
+        by their kind.
+        """
         kept = ~duplicates
         lengths = np.frombuffer(self.lengths, np.int64)[kept]
         digests = np.frombuffer(self.digests, np.uint8).reshape(len(kept), -1)[kept]
         places = np.cumsum(kept) - 1
         held_out = [int(places[number]) for number in self.held_out if kept[number]]
         done = Tokenised(
-            self.source_bytes, array.array("q", lengths.tobytes()), bytearray(digests.tobytes()), held_out,
-            dict(self.reasons), self.text_bytes,
-        )  # fmt: skip
+            self.source_bytes,
+            array.array("q", lengths.tobytes()),
+            bytearray(digests.tobytes()),
+            held_out,
+            dict(self.reasons),
+            self.text_bytes,
+        )
         for kind, count in kinds.items():
             done.leave_out(kind, count)
         return done
@@ -222,27 +247,40 @@ def tokenise_all(
                 yield _append(done, whole_job, file, seen, itemsize)
         return
     # The pieces of a job bring their files; a list of all files may be long.
-    setup = functools.partial(_part_writer, replace(tokeniser, source=replace(tokeniser.source, files=())))
-    # Each worker has one core, so that threads of the tokenizer library would only slow one another down.
+    setup = functools.partial(
+        _part_writer, replace(tokeniser, source=replace(tokeniser.source, files=()))
+    )
+    # Each worker has one core, so that threads of the tokenizer library would only slow one another
+    # down.
     variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
-    # the tokens themselves.
+    # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones
+    # would cost as much as the tokens themselves.
     ahead = 4 * workers
     files = [None] if cluster else [folder / f"part-{number}" for number in range(ahead)]
     parts = map(_Part, jobs, itertools.cycle(files))
     pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer] = (
-        RayPool(cluster, setup, variables) if cluster else WorkerPool(setup, workers, variables=variables)
+        RayPool(cluster, setup, variables)
+        if cluster
+        else WorkerPool(setup, workers, variables=variables)
     )
     with pool:
         for part, (done, tokens) in _in_order(pool, parts, ahead):
-            with io.BytesIO(tokens) if part.file is None else open(part.file, "rb", buffering=0) as written:
+            with (
+                io.BytesIO(tokens)
+                if part.file is None
+                else open(part.file, "rb", buffering=0) as written
+            ):
                 yield _append(done, written, file, seen, itemsize)
     for path in folder.glob("part-*"):
         path.unlink()
 
 
-def _append(done: Tokenised, tokens: IO[bytes], file: Writable, seen: SeenRecords | None, itemsize: int) -> Tokenised:
-    """Appends the tokens of a job to a file, without those of duplicates; returns the facts about what is kept."""
+def _append(
+    done: Tokenised, tokens: IO[bytes], file: Writable, seen: SeenRecords | None, itemsize: int
+) -> Tokenised:
+    """Appends the tokens of a job to a file, without those of duplicates; returns the facts about
+    what is kept.
+    """
     duplicates, kinds = (np.zeros(0, bool), {}) if seen is None else seen.duplicates(done.digests)
     if not kinds:
         shutil.copyfileobj(tokens, file, _COPY_BYTES)
@@ -287,8 +325,8 @@ def _in_order(
             return part, future.result()
         except WorkerEnded as end:
             raise TrainingError(
-                f"{part.job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch "
-                "prepare` needs the least"
+                f"{part.job[0].file.path}: cannot be tokenised: {end}; if memory ran out, "
+                "--workers 1 of `maxbatch prepare` needs the least"
             ) from end
 
     for part in parts:

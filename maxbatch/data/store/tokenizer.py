@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Tokenizer(ABC):
     """A tokenizer as the store, the stream and generation use it.
 
-    Text never becomes a special token, but in markup, which chat templates write, special tokens are spelled out. By
-    default no special token has a text, and no rule of the tokenizer's own adds one.
+    Text never becomes a special token, but in markup, which chat templates write, special tokens
+    are spelled out. By default no special token has a text, and no rule of the tokenizer's own adds
+    one.
     """
 
     identity: str  # differs between tokenizers that encode differently
@@ -65,7 +66,9 @@ class Tokenizer(ABC):
         return self.encode_utf8_batch([utf8_of(text)])[0].astype(np.int32, copy=False)
 
     def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; special tokens that are spelled out in it become those tokens."""
+        """Returns the ids (int32[n]) of each text; special tokens that are spelled out in it become
+        those tokens.
+        """
         return [self.encode(text) for text in texts]
 
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -73,5 +76,7 @@ class Tokenizer(ABC):
         return self.decode(ids)
 
     def begins_with_bos(self) -> bool:
-        """Returns whether the tokenizer's own rules put its beginning-of-text token before a text."""
+        """Returns whether the tokenizer's own rules put its beginning-of-text token before a
+        text.
+        """
         return False

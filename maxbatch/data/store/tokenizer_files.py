@@ -1,4 +1,6 @@
-"""Tokenizers that are files: Hugging Face's `tokenizer.json` and SentencePiece models (extra `text`)."""
+"""Tokenizers that are files: Hugging Face's `tokenizer.json` and SentencePiece models (extra
+`text`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer as Library
 
-# The usual names of special tokens; the first that a tokenizer has is used. GPT-2's single token is bos and eos.
+# The usual names of special tokens; the first that a tokenizer has is used. GPT-2's single token is
+# bos and eos.
 _NAMES = {
     "bos": ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "<|endoftext|>"),
     "eos": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>"),
@@ -44,7 +47,8 @@ L = TypeVar("L", bound=_Library)
 
 
 class _FileTokenizer(Tokenizer, Generic[L]):
-    """A tokenizer whose file is found, read and hashed at once, and loaded at the first use in each process.
+    """A tokenizer whose file is found, read and hashed at once, and loaded at the first use in each
+    process.
 
     Other processes read the file themselves, and refuse one that has changed since it was hashed.
     """
@@ -73,7 +77,9 @@ class _FileTokenizer(Tokenizer, Generic[L]):
         return content
 
     def _identity_of(self, content: bytes) -> str:
-        return f"{self.kind}:{hashlib.blake2b(content + self._settings(), digest_size=16).hexdigest()}"
+        return (
+            f"{self.kind}:{hashlib.blake2b(content + self._settings(), digest_size=16).hexdigest()}"
+        )
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -85,13 +91,18 @@ class _FileTokenizer(Tokenizer, Generic[L]):
 
     @cached_property
     def pad_id(self) -> int:
-        """The padding token, else eos, bos, or 0: the model never trains on the tokens of empty slots."""
+        """The padding token, else eos, bos, or 0: the model never trains on the tokens of empty
+        slots.
+        """
         found = (self._special("pad"), self.eos_id, self.bos_id, 0)
         return next(token for token in found if token is not None)
 
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (int32[n]) of each text; no special tokens."""
-        return [np.array(ids, np.int32) for ids in self._encode([utf8.decode("utf-8") for utf8 in documents])]
+        return [
+            np.array(ids, np.int32)
+            for ids in self._encode([utf8.decode("utf-8") for utf8 in documents])
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
@@ -127,7 +138,8 @@ class _FileTokenizer(Tokenizer, Generic[L]):
     def _find(self, path: str) -> AnyPath:
         if not path:
             raise ConfigError(
-                f"tokenizer_path='': tokenizer_type={self.kind} needs a file {self.file_name}, or a folder with one"
+                f"tokenizer_path='': tokenizer_type={self.kind} needs a file {self.file_name}, or "
+                "a folder with one"
             )
         where = f"tokenizer_path={shown(repr(path))}"
         if problem := hub_problem(path):
@@ -138,7 +150,9 @@ class _FileTokenizer(Tokenizer, Generic[L]):
             if len(found) != 1:
                 names = shown(", ".join(entry.name for entry in found))
                 problem = f"holds several ({names}); name one" if found else "holds none"
-                raise ConfigError(f"{where}: must be a folder with a file {self.file_name}; it {problem}")
+                raise ConfigError(
+                    f"{where}: must be a folder with a file {self.file_name}; it {problem}"
+                )
             return found[0]
         if not file.is_file():
             raise ConfigError(f"{where}: no such file or folder (seen from {os.getcwd()})")
@@ -149,10 +163,11 @@ class _FileTokenizer(Tokenizer, Generic[L]):
 
 
 class HuggingFaceTokenizer(_FileTokenizer["Library"]):
-    """A `tokenizer.json`. Its post-processor, truncation and padding are not used; special tokens that are spelled out
-    in a text are text.
+    """A `tokenizer.json`. Its post-processor, truncation and padding are not used; special tokens
+    that are spelled out in a text are text.
 
-    bos, eos and pad are those of the `tokenizer_config.json` beside it, else tokens with the usual names.
+    bos, eos and pad are those of the `tokenizer_config.json` beside it, else tokens with the usual
+    names.
     """
 
     kind = "huggingface"
@@ -172,14 +187,18 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id: ids may have gaps."""
-        return max(self._library.get_vocab_size(), 1 + max(self._library.get_vocab().values(), default=-1))
+        return max(
+            self._library.get_vocab_size(), 1 + max(self._library.get_vocab().values(), default=-1)
+        )
 
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         library = self._library
         try:
             encodings = library.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
-            raise self.error(f"cannot encode every text: {error}; its unk_token must be in its vocabulary") from error
+            raise self.error(
+                f"cannot encode every text: {error}; its unk_token must be in its vocabulary"
+            ) from error
         return (encoding.ids for encoding in encodings)
 
     def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -196,7 +215,9 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         return self._template
 
     def begins_with_bos(self) -> bool:
-        """Returns whether the tokenizer's post-processor puts its beginning-of-text token before a text."""
+        """Returns whether the tokenizer's post-processor puts its beginning-of-text token before a
+        text.
+        """
         return self._library.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
 
     @cached_property
@@ -204,7 +225,8 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         special = [token.content for token in self._library.get_added_tokens_decoder().values()]
         template = read_template(self.file.parent, special, self.error)
         hashed = hashlib.blake2b(template.identity.encode(), digest_size=16).hexdigest()
-        if self.__dict__.setdefault("_template_hash", hashed) != hashed:  # of the process that sent it here
+        # of the process that sent it here
+        if self.__dict__.setdefault("_template_hash", hashed) != hashed:
             raise self.error(f"its chat template {CHANGED}")
         return template
 
@@ -258,7 +280,9 @@ class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):
         return self._library.get_piece_size()
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._library.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
+        ids: list[list[int]] = self._library.encode(
+            texts, out_type=int, add_bos=False, add_eos=False, num_threads=1
+        )
         return ids
 
     def _special(self, name: str) -> int | None:
@@ -267,4 +291,6 @@ class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):
 
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError: SentencePiece has none."""
-        raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
+        raise self.error(
+            "a SentencePiece model has no chat template; works: tokenizer_type=huggingface"
+        )

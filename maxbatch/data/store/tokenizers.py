@@ -35,14 +35,22 @@ class ByteTokenizer(Tokenizer):
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError: bytes have no chat template."""
         raise ConfigError(
-            "tokenizer_type=byte: has no chat template, which messages need; plain prompts, and records with prompt "
-            "and completion, need none; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
+            "tokenizer_type=byte: has no chat template, which messages need; plain prompts, and "
+            "records with prompt and completion, need none; works: tokenizer_type=huggingface "
+            "with tokenizer_path, the model's folder"
         )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""
+        """Returns the text of ids, without special tokens and unknown ids; torn characters become
+        U+FFFD.
+        """
         ids = np.asarray(ids)
-        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return (
+            ids[(ids >= 0) & (ids < 256)]
+            .astype(np.uint8)
+            .tobytes()
+            .decode("utf-8", errors="replace")
+        )
 
 
 class NoTokenizer(Tokenizer):
@@ -71,8 +79,8 @@ class NoTokenizer(Tokenizer):
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(
-            f"tokenizer_type=byte: the data hold token ids of another tokenizer, which {what} needs; "
-            "works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
+            f"tokenizer_type=byte: the data hold token ids of another tokenizer, which {what} "
+            "needs; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
         )
 
 
@@ -90,7 +98,8 @@ def make_tokenizer(tokenizer_type: str, tokenizer_path: str) -> Tokenizer:
     Its file is hashed now; its library (extra `text`) loads it at the first use.
 
     Raises:
-      ConfigError: a `tokenizer_path` that the tokenizer does not read, or one without a tokenizer file.
+      ConfigError: a `tokenizer_path` that the tokenizer does not read, or one without a tokenizer
+        file.
     """
     check_tokenizer(tokenizer_type, tokenizer_path)
     if tokenizer_type == "byte":
@@ -108,6 +117,7 @@ def check_special_tokens(config: DataConfig, tokenizer: Tokenizer) -> None:
     for key, token, what in tokens:
         if config[key] and token is None:
             raise ConfigError(
-                f"{key}=true: the {config.tokenizer_type} tokenizer {shown(repr(config.tokenizer_path))} has no "
-                f"{what}-of-text token; works: {key}=false"
+                f"{key}=true: the {config.tokenizer_type} tokenizer "
+                f"{shown(repr(config.tokenizer_path))} has no {what}-of-text token; works: "
+                f"{key}=false"
             )

@@ -1,4 +1,6 @@
-"""Records that training leaves out, cuts or splits, found by reading and tokenising the dataset again."""
+"""Records that training leaves out, cuts or splits, found by reading and tokenising the dataset
+again.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ class BadRecord(NamedTuple):
 
 
 def bad_records(config: StreamConfig) -> Iterator[BadRecord]:
-    """Yields the bad records of every source of a dataset, then those of its held-out data, in order.
+    """Yields the bad records of every source of a dataset, then those of its held-out data, in
+    order.
 
     With `deduplicate` the records that are equal to another one are among them.
 
     Raises:
-      ConfigError: data that cannot be read, or whose records are not here (prepared and computed data).
+      ConfigError: data that cannot be read, or whose records are not here (prepared and computed
+        data).
     """
     tokenizer = tokenizer_of(config)
     mixture = read_mixture(config)
@@ -55,11 +59,17 @@ def bad_records(config: StreamConfig) -> Iterator[BadRecord]:
 
 
 def place_of_kept(
-    config: StreamConfig, key: str, tokenizer: Tokenizer, number: int, whole: StreamConfig | None = None
+    config: StreamConfig,
+    key: str,
+    tokenizer: Tokenizer,
+    number: int,
+    whole: StreamConfig | None = None,
 ) -> str | None:
-    """Returns the file and record of the kept record `number`, from 0; None if the records are not here.
+    """Returns the file and record of the kept record `number`, from 0; None if the records are not
+    here.
 
-    Reads and tokenises the records before it again. `whole` is the config of the mixture of which this is a source.
+    Reads and tokenises the records before it again. `whole` is the config of the mixture of which
+    this is a source.
     """
     if config.dataset_type in ("synthetic", *STORES):
         return None
@@ -73,11 +83,13 @@ def place_of_kept(
     return None
 
 
-def _bad_records(config: StreamConfig, key: str, tokenizer: Tokenizer, whole: StreamConfig) -> Iterator[BadRecord]:
+def _bad_records(
+    config: StreamConfig, key: str, tokenizer: Tokenizer, whole: StreamConfig
+) -> Iterator[BadRecord]:
     if config.dataset_type in ("synthetic", *STORES):
         raise ConfigError(
-            f"dataset_type={config.dataset_type}: --bad reads records, and there are none; works: the dataset_type and "
-            "dataset_path that `maxbatch prepare` was given"
+            f"dataset_type={config.dataset_type}: --bad reads records, and there are none; works: "
+            "the dataset_type and dataset_path that `maxbatch prepare` was given"
         )
     source, records = _records(config, key, tokenizer, whole)
     bad = "left out" if config.skip_bad_records else "refused"
@@ -87,14 +99,18 @@ def _bad_records(config: StreamConfig, key: str, tokenizer: Tokenizer, whole: St
         elif isinstance(record, str):
             effect, reason = bad if document.utf8 or document.problem else "left out", record
         elif record > config.max_target_length and (effect := _cut(config)):
-            reason = f"has {record} tokens, and a row has max_target_length={config.max_target_length}"
+            reason = (
+                f"has {record} tokens, and a row has max_target_length={config.max_target_length}"
+            )
         else:
             continue
         yield BadRecord(document.piece.file.path, source.record_number(document), effect, reason)
 
 
 def _cut(config: StreamConfig) -> str:
-    """Returns what becomes of a document that is longer than a row; "" where documents are joined and cut anyway."""
+    """Returns what becomes of a document that is longer than a row; "" where documents are joined
+    and cut anyway.
+    """
     if config.recipe.has_answers:
         return {"truncate": "cut", "drop": "left out", "error": "refused"}[config.overlong]
     return "" if config.packing else "split"
@@ -107,12 +123,20 @@ class _Duplicate(str):
 def _records(
     config: StreamConfig, key: str, tokenizer: Tokenizer, whole: StreamConfig
 ) -> tuple[DocumentSource, Iterator[tuple[Document, int | str]]]:
-    """Returns a dataset, and its records with their tokens (of the longest document), or why they are left out."""
+    """Returns a dataset, and its records with their tokens (of the longest document), or why they
+    are left out.
+    """
     reading = _Reading(config, key, tokenizer)
     if not config.deduplicate:
-        return reading.source, ((document, record if isinstance(record, str) else _longest(record, reading.layout))
-                                for document, record in reading.records())  # fmt: skip
-    held_out = _Reading(whole, "eval_dataset_path", tokenizer) if leaves_out_held_out(config, key, whole) else None
+        return reading.source, (
+            (document, record if isinstance(record, str) else _longest(record, reading.layout))
+            for document, record in reading.records()
+        )
+    held_out = (
+        _Reading(whole, "eval_dataset_path", tokenizer)
+        if leaves_out_held_out(config, key, whole)
+        else None
+    )
     return reading.source, _without_duplicates(reading, held_out)
 
 
@@ -128,19 +152,31 @@ class _Reading:
         self.source = replace(DocumentSource.from_config(config, key), skip_bad_records=True)
         self.layout = TokenLayout.from_config(config, tokenizer)
         self.documents_per_record = recipe.documents_per_record
-        self._tokeniser = Tokeniser(self.source, tokenizer, self.layout, recipe.encoder(config, tokenizer))
+        self._tokeniser = Tokeniser(
+            self.source, tokenizer, self.layout, recipe.encoder(config, tokenizer)
+        )
 
     def records(self) -> Iterator[tuple[Document, Sequence[np.ndarray] | str]]:
         """Yields the records, in order, with the tokens of each, or why it is left out."""
         for batch in grouped(
-            self.source.documents(), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_RECORDS
+            self.source.documents(),
+            lambda document: len(document.utf8),
+            _BATCH_BYTES,
+            _BATCH_RECORDS,
         ):
             encoded = self._tokeniser.encoded([document for document in batch if document.utf8])
-            yield from ((document, next(encoded) if document.utf8 else document.reason) for document in batch)
+            yield from (
+                (document, next(encoded) if document.utf8 else document.reason)
+                for document in batch
+            )
 
 
-def _without_duplicates(reading: _Reading, held_out: _Reading | None) -> Iterator[tuple[Document, int | str]]:
-    """Yields the records of a dataset, with the place of the record that a duplicate is equal to."""
+def _without_duplicates(
+    reading: _Reading, held_out: _Reading | None
+) -> Iterator[tuple[Document, int | str]]:
+    """Yields the records of a dataset, with the place of the record that a duplicate is equal
+    to.
+    """
     pieces = list[tuple[DocumentSource, Piece]]()
 
     @cache
@@ -160,7 +196,9 @@ def _without_duplicates(reading: _Reading, held_out: _Reading | None) -> Iterato
                     pieces.append((dataset.source, document.piece))
                 number = np.uint64(len(pieces) - 1) * _PIECE_RECORDS + np.uint64(document.number)
                 digests = b"".join(map(dataset.layout.digest, record))
-                first = table.first(record_hashes(digests, dataset.documents_per_record), np.array([number]))[0]
+                first = table.first(
+                    record_hashes(digests, dataset.documents_per_record), np.array([number])
+                )[0]
                 if dataset is not reading:
                     continue
                 if first == number:
@@ -168,4 +206,7 @@ def _without_duplicates(reading: _Reading, held_out: _Reading | None) -> Iterato
                 else:
                     piece, place = int(first // _PIECE_RECORDS), int(first % _PIECE_RECORDS)
                     file = pieces[piece][1].file.path
-                    yield document, _Duplicate(f"equal to record {records_before(piece) + place} of {file}")
+                    yield (
+                        document,
+                        _Duplicate(f"equal to record {records_before(piece) + place} of {file}"),
+                    )

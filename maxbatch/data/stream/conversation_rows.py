@@ -1,7 +1,7 @@
 """Rows of conversations: conversations that fit, and numbers of trained tokens.
 
-A conversation is in one row. `overlong` truncates, drops or refuses a longer one. The figures of trained tokens need
-one pass over all rows; they are cached beside the packing.
+A conversation is in one row. `overlong` truncates, drops or refuses a longer one. The figures of
+trained tokens need one pass over all rows; they are cached beside the packing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> Trai
     return TrainedTokens(*found) if isinstance(found, list) else None
 
 
-def count_trained_tokens(config: StreamConfig, key: Mapping[str, object], rows: RowSource) -> TrainedTokens:
+def count_trained_tokens(
+    config: StreamConfig, key: Mapping[str, object], rows: RowSource
+) -> TrainedTokens:
     """Returns the figures of the rows of `key`, from the cache or by reading all rows."""
     found = find_trained_tokens(config, key)
     if found is not None:

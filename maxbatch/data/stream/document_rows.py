@@ -11,7 +11,15 @@ from maxbatch.config.sections import STORES
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
-from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
+from maxbatch.data.stream.rows import (
+    BlockLayout,
+    ConcatenatePlan,
+    DocumentPlan,
+    Lay,
+    RowPlan,
+    StoredRows,
+    WholeLayout,
+)
 from maxbatch.data.stream.split import Fitted, Opened, Split
 from maxbatch.system.errors import ConfigError
 
@@ -34,9 +42,14 @@ def open_documents(config: StreamConfig, split: Split, cut: Cut) -> Opened:
     """
     plan, num_documents, num_overlong = _open_plan(config, split, cut)
     if not plan.num_rows:
-        problem = f"dataset_type={config.dataset_type}: none of the {len(split.records)} documents has a token"
+        problem = (
+            f"dataset_type={config.dataset_type}: none of the {len(split.records)} documents has "
+            "a token"
+        )
         adds_tokens = config.dataset_type not in STORES
-        raise ConfigError(f"{problem} of the tokenizer; works: add_eos=true" if adds_tokens else problem)
+        raise ConfigError(
+            f"{problem} of the tokenizer; works: add_eos=true" if adds_tokens else problem
+        )
     return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
 
 
@@ -49,7 +62,9 @@ def num_rows_if_cached(config: StreamConfig, split: Split, cut: Cut) -> int | No
 
 
 def _open_plan(config: StreamConfig, split: Split, cut: Cut) -> tuple[RowPlan, int, int]:
-    """Returns the cut of a split into rows, the number of its documents, and the number longer than a row."""
+    """Returns the cut of a split into rows, the number of its documents, and the number longer than
+    a row.
+    """
     records, length = split.records, config.max_target_length
     if isinstance(records, Records) and cut.strategy == "concatenate":
         if records.are_all and config.packing:  # the store's tokens in order, without computation

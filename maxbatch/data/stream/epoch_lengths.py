@@ -19,12 +19,17 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
 _VERSION = 3  # version of the cut of documents into rows
-_FIXING = [name for name in names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT) if name != "deduplicate"]
+_FIXING = [
+    name
+    for name in names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
+    if name != "deduplicate"
+]
 
 
 def remembered_length(config: StreamConfig) -> int | None:
     """Returns the samples of an epoch of a single source, or None if not cached."""
-    with contextlib.suppress(ConfigError, OSError, ValueError):  # opening the dataset reports the fault
+    # opening the dataset reports the fault
+    with contextlib.suppress(ConfigError, OSError, ValueError):
         if _is_made_here(config) and type(number := recall(_path(config))) is int:
             return number
     return None
@@ -38,9 +43,15 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
 
 
 def _is_made_here(config: StreamConfig) -> bool:
-    """Returns whether an epoch comes from the local files of `dataset_path`; those of a store take requests to list."""
+    """Returns whether an epoch comes from the local files of `dataset_path`; those of a store take
+    requests to list.
+    """
     # Without duplicates it also depends on the held-out files.
-    made_otherwise = config.recipe.has_answers or config.deduplicate or config.dataset_type in ("synthetic", *STORES)
+    made_otherwise = (
+        config.recipe.has_answers
+        or config.deduplicate
+        or config.dataset_type in ("synthetic", *STORES)
+    )
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 
@@ -49,7 +60,13 @@ def _path(config: StreamConfig) -> Path:
     """Returns the cache file for the dataset's files and all settings that determine its rows."""
     source = DocumentSource.from_config(config)
     settings = {name: config[name] for name in _FIXING}
-    facts = [_VERSION, source.files, source.missing_shards, _tokenizer_files(config.tokenizer_path), settings]
+    facts = [
+        _VERSION,
+        source.files,
+        source.missing_shards,
+        _tokenizer_files(config.tokenizer_path),
+        settings,
+    ]
     return cache_file(config.data_cache_dir, "epoch-lengths", facts)
 
 

@@ -30,7 +30,8 @@ T = TypeVar("T")
 def data_faults(config: StreamConfig) -> list[str]:
     """Returns the faults of a config's data and tokenizer, one message each.
 
-    Lists files, and reads and tokenises the first records of each source, through the chat template for conversations.
+    Lists files, and reads and tokenises the first records of each source, through the chat template
+    for conversations.
     """
     faults: dict[str, None] = {}
 
@@ -73,7 +74,9 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
     documents = list(itertools.islice(source.documents(), _FIRST_RECORDS))
     texts = [document.utf8 for document in documents]
     if not any(texts):
-        raise source.error(f"the first {len(texts)} records have no text" if texts else "holds no document")
+        raise source.error(
+            f"the first {len(texts)} records have no text" if texts else "holds no document"
+        )
     if tokenizer is None:
         return
     encoder = StreamRecipe.of(config.recipe).encoder(config, tokenizer)
@@ -81,6 +84,8 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
         tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
         return
     kept = [document for document in documents if document.utf8]
-    for document, encoded in zip(kept, encoder.encode_batch([one.utf8 for one in kept]), strict=True):
+    for document, encoded in zip(
+        kept, encoder.encode_batch([one.utf8 for one in kept]), strict=True
+    ):
         if isinstance(encoded, ConversationError) and not source.skip_bad_records:
             raise source.bad_record(document, str(encoded))

@@ -10,7 +10,9 @@ from maxbatch.system.hashing import carry, limb_sums, row_hashes, to_hex
 
 
 def fingerprint(blocks: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Returns the fingerprint of all rows of blocks (`tokens`, `segments`, `weights` [n, L]), in numpy."""
+    """Returns the fingerprint of all rows of blocks (`tokens`, `segments`, `weights` [n, L]), in
+    numpy.
+    """
     limbs = np.zeros(4, np.uint32)
     for block in blocks:
         hashes = row_hashes(np, block["tokens"], block["segments"], block["weights"])

@@ -1,17 +1,18 @@
-"""Mixtures in a config: `PATH,WEIGHT;PATH,WEIGHT`, a mapping of positions to them, or a mixture file.
+"""Mixtures in a config: `PATH,WEIGHT;PATH,WEIGHT`, a mapping of positions to them, or a mixture
+file.
 
 A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its fields:
 
     web:  {path: web/*.jsonl, weight: 0.7}
     code: {path: code.parquet, weight: 0.3, dataset_type: parquet, text_field: content}
 
-Relative paths are relative to the file. Defaults of `dataset_type`, `text_field` and `record_format` are the config's.
-A source with `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions; only their ratios
-count. A weight may change at positions of the stream: `weight: {0: 0.9, 1Bt: 0.5}`
-(`maxbatch.data.stream.mixture_order`).
+Relative paths are relative to the file. Defaults of `dataset_type`, `text_field` and
+`record_format` are the config's. A source with `dataset_type: python_stdlib` has no path. Weights
+are exact decimals or fractions; only their ratios count. A weight may change at positions of the
+stream: `weight: {0: 0.9, 1Bt: 0.5}` (`maxbatch.data.stream.mixture_order`).
 
-Names are for people (in the one-line form, the path is the name); the stream depends only on contents, weights and
-order of the sources.
+Names are for people (in the one-line form, the path is the name); the stream depends only on
+contents, weights and order of the sources.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _NUMBER = Scalar("weight", "exact")
 _WEIGHT = Scalar("weight", "exact", Bounds(above=0), default="1")
-_WEIGHT_OR_NONE = Scalar("weight", "exact", Bounds(at_least=0), default="1")  # 0: the source rests in this stage
+# 0: the source rests in this stage
+_WEIGHT_OR_NONE = Scalar("weight", "exact", Bounds(at_least=0), default="1")
 _MOST_WEIGHTS = 1_000_000  # over all sources and positions
 _POSITION = Scalar("position", "quantity", Bounds(at_least=0), default="0")
 
@@ -62,7 +64,8 @@ class MixtureSource(NamedTuple):
     name: str
     weight: Fraction  # its share of the samples; all weights add up to 1
     config: StreamConfig  # the config with this source as its dataset
-    later: tuple[tuple[int, Fraction], ...] = ()  # its share from later positions on, which all sources have in common
+    # its share from later positions on, which all sources have in common
+    later: tuple[tuple[int, Fraction], ...] = ()
 
     @property
     def weights_text(self) -> str:
@@ -74,11 +77,15 @@ def stages_of(mixture: Sequence[MixtureSource]) -> list[MixtureStage]:
     """Returns the weights of a mixture, stage by stage."""
     starts = [0, *(start for start, _ in mixture[0].later)]
     of_source = [(source.weight, *(weight for _, weight in source.later)) for source in mixture]
-    return [MixtureStage(start, weights) for start, weights in zip(starts, zip(*of_source, strict=True), strict=True)]
+    return [
+        MixtureStage(start, weights)
+        for start, weights in zip(starts, zip(*of_source, strict=True), strict=True)
+    ]
 
 
 def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
-    """Returns the sources of `dataset_path` in order, or None if it is not a mixture; opens no data.
+    """Returns the sources of `dataset_path` in order, or None if it is not a mixture; opens no
+    data.
 
     Raises:
       ConfigError: an unreadable or invalid mixture, or weights in `eval_dataset_path`.
@@ -88,7 +95,11 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
     if is_staged(config.dataset_path):
         read = _staged_sources
     else:
-        read = _file_sources if is_mixture_file(config.dataset_path, config.dataset_type) else _line_sources
+        read = (
+            _file_sources
+            if is_mixture_file(config.dataset_path, config.dataset_type)
+            else _line_sources
+        )
     sources = []
     name_of_path: dict[str, str] = {}
     for where, source in read(config):
@@ -96,16 +107,17 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
         for path in {_real(part) for part in paths.split(";")}:
             if path in name_of_path:
                 raise ConfigError(
-                    f"{where}: {shown(paths) or 'python_stdlib'} is in source {shown(name_of_path[path])} as well; "
-                    "works: once, with the sum of the weights"
+                    f"{where}: {shown(paths) or 'python_stdlib'} is in source "
+                    f"{shown(name_of_path[path])} as well; works: once, with the sum of the "
+                    "weights"
                 )
             name_of_path[path] = source.name
         sources.append(source)
     if sources and config.deduplicate and config.eval_fraction:
         raise ConfigError(
-            f"deduplicate=true: eval_fraction={config.eval_fraction} of a mixture may hold out a record of one source "
-            "that another source trains on; eval_dataset_path holds out records that no source trains on; works: "
-            "eval_fraction=0"
+            f"deduplicate=true: eval_fraction={config.eval_fraction} of a mixture may hold out a "
+            "record of one source that another source trains on; eval_dataset_path holds out "
+            "records that no source trains on; works: eval_fraction=0"
         )
     return _shares(sources) if sources else None
 
@@ -121,7 +133,9 @@ def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
     totals = {start: sum(weights[start] for weights in stated.values()) for start in (0, *starts)}
     for start, total in totals.items():
         if not total:
-            raise ConfigError(f"dataset_path: no source has a weight from sample {start} on; works: a weight of 1")
+            raise ConfigError(
+                f"dataset_path: no source has a weight from sample {start} on; works: a weight of 1"
+            )
     return tuple(
         source._replace(
             weight=stated[source.name][0] / totals[0],
@@ -134,8 +148,8 @@ def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
 def _check_weights(where: str, num_sources: int, num_positions: int) -> None:
     if num_sources * num_positions > _MOST_WEIGHTS:
         raise ConfigError(
-            f"{where}: states weights of {num_sources:,} sources at {num_positions:,} positions, more than "
-            f"{_MOST_WEIGHTS:,} in all; works: fewer positions"
+            f"{where}: states weights of {num_sources:,} sources at {num_positions:,} positions, "
+            f"more than {_MOST_WEIGHTS:,} in all; works: fewer positions"
         )
 
 
@@ -152,8 +166,8 @@ def _check_eval_path(value: str, dataset_type: str) -> None:
 def _refuse_mixture_file(where: str, path: str, dataset_type: str) -> None:
     if is_mixture_file(path, dataset_type):
         raise ConfigError(
-            f"{where}: {shown(path)} names a mixture file, and must name data; to read data from a file of that name, "
-            f"give a glob: {_as_glob(path)}"
+            f"{where}: {shown(path)} names a mixture file, and must name data; to read data from "
+            f"a file of that name, give a glob: {_as_glob(path)}"
         )
 
 
@@ -167,7 +181,9 @@ def _real(path: str) -> str:
 
 
 def _split_weight(part: str) -> tuple[str, str]:
-    """Returns the path and the weight of `PATH,WEIGHT`; the weight is "" if the part after the comma is no number."""
+    """Returns the path and the weight of `PATH,WEIGHT`; the weight is "" if the part after the
+    comma is no number.
+    """
     path, _, weight = part.rpartition(",")
     try:
         _NUMBER.read(weight)
@@ -177,7 +193,9 @@ def _split_weight(part: str) -> tuple[str, str]:
 
 
 def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
-    """Yields the sources of the one-line form, and its name in messages; none if no path has a weight."""
+    """Yields the sources of the one-line form, and its name in messages; none if no path has a
+    weight.
+    """
     parts = [_split_weight(part) for part in config.dataset_path.split(";")]
     if not any(weight for _, weight in parts):
         return
@@ -193,10 +211,15 @@ def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
 
 
 def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
-    """Yields the sources of a mapping of positions to mixtures, in the order in which they first appear."""
+    """Yields the sources of a mapping of positions to mixtures, in the order in which they first
+    appear.
+    """
     text = config.dataset_path
     where = f"dataset_path={shown(text)}"
-    works = "works: dataset_path='{0: {web.jsonl: 0.9, code.jsonl: 0.1}, 1Bt: {web.jsonl: 0.5, code.jsonl: 0.5}}'"
+    works = (
+        "works: dataset_path='{0: {web.jsonl: 0.9, code.jsonl: 0.1}, 1Bt: {web.jsonl: 0.5, "
+        "code.jsonl: 0.5}}'"
+    )
     try:
         root = compose_text(text, where, Path("dataset_path"))
     except yaml.YAMLError:
@@ -206,9 +229,13 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     for position, node, _ in pairs(Path("dataset_path"), root):
         start = _position(f"dataset_path: {shown(position)}", position, slots_per_sample(config))
         if not stages and start:
-            raise ConfigError(f"{where}: the first position must be 0, and is {shown(position)}; {works}")
+            raise ConfigError(
+                f"{where}: the first position must be 0, and is {shown(position)}; {works}"
+            )
         if stages and start <= stages[-1][0]:
-            raise ConfigError(f"{where}: positions must rise, and {shown(position)} does not; {works}")
+            raise ConfigError(
+                f"{where}: positions must rise, and {shown(position)} does not; {works}"
+            )
         stages.append((start, _stage_weights(f"dataset_path: {shown(position)}", node)))
     if not stages:
         raise ConfigError(f"{where}: has no position; {works}")
@@ -218,7 +245,12 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     for path in paths:
         _refuse_mixture_file(where, path, config.dataset_type)
         later = tuple((start, weights.get(path, Fraction(0))) for start, weights in others)
-        yield where, MixtureSource(path, first.get(path, Fraction(0)), _source_config(config, path, {}), later)
+        yield (
+            where,
+            MixtureSource(
+                path, first.get(path, Fraction(0)), _source_config(config, path, {}), later
+            ),
+        )
 
 
 def _stage_weights(where: str, node: yaml.Node) -> dict[str, Fraction]:
@@ -226,7 +258,9 @@ def _stage_weights(where: str, node: yaml.Node) -> dict[str, Fraction]:
     if isinstance(node, yaml.ScalarNode) and node.value:
         return {node.value: Fraction(1)}
     if not isinstance(node, yaml.MappingNode) or not node.value:
-        raise ConfigError(f"{where}: must map paths to weights, as in {{web.jsonl: 0.9, code.jsonl: 0.1}}")
+        raise ConfigError(
+            f"{where}: must map paths to weights, as in {{web.jsonl: 0.9, code.jsonl: 0.1}}"
+        )
     weights = {}
     for path, weight, _ in pairs(Path("dataset_path"), node):
         if not isinstance(weight, yaml.ScalarNode):
@@ -236,12 +270,16 @@ def _stage_weights(where: str, node: yaml.Node) -> dict[str, Fraction]:
 
 
 def _position(where: str, text: str, length: int) -> int:
-    """Returns the first sample at or after a position, which counts samples, or tokens with the suffix t."""
+    """Returns the first sample at or after a position, which counts samples, or tokens with the
+    suffix t.
+    """
     in_tokens = text.endswith("t")
     try:
         number = _POSITION.read(text.removesuffix("t"))
     except ConfigError:
-        rule = f"a position must be a number of samples, or of tokens with the suffix t ({SUFFIXES})"
+        rule = (
+            f"a position must be a number of samples, or of tokens with the suffix t ({SUFFIXES})"
+        )
         raise ConfigError(f"{where}: {rule}; works: 1Bt") from None
     assert isinstance(number, int), "a quantity is whole"
     return -(-number // length) if in_tokens else number
@@ -259,7 +297,9 @@ def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
         root = compose(file, "mixture file")
     except ConfigError as error:
         where = f"dataset_path={shown(repr(path))}"
-        raise ConfigError(f"{where}: {error} (seen from {shown_path(os.getcwd())}); {works}") from None
+        raise ConfigError(
+            f"{where}: {error} (seen from {shown_path(os.getcwd())}); {works}"
+        ) from None
     if not isinstance(root, yaml.MappingNode) or not root.value:
         rule = "must map names to sources, as in `web: {path: web.jsonl, weight: 0.7}`"
         raise ConfigError(f"{shown_path(file)}: {rule}; {works}")
@@ -287,7 +327,8 @@ def _weights_of(where: str, node: yaml.Node, text: str, length: int) -> list[tup
         start = _position(where, position, length)
         if (start <= weights[-1][0]) if weights else start:
             raise ConfigError(
-                f"{where}: positions of weight must begin at 0 and rise; works: weight: {{0: 0.9, 1Bt: 0.5}}"
+                f"{where}: positions of weight must begin at 0 and rise; works: weight: {{0: 0.9, "
+                "1Bt: 0.5}"
             )
         number = weight.value if isinstance(weight, yaml.ScalarNode) else ""
         weights.append((start, _weight(where, number, _WEIGHT_OR_NONE)))
@@ -300,7 +341,9 @@ def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
     fields: dict[str, str] = {}
     for name, value, _ in pairs(file, node):
         if name not in _FIELDS:
-            raise ConfigError(f"{where}: unknown field {shown(name)}; {nearest_or_all(name, _FIELDS)}")
+            raise ConfigError(
+                f"{where}: unknown field {shown(name)}; {nearest_or_all(name, _FIELDS)}"
+            )
         if name == "weight" and isinstance(value, yaml.MappingNode) and value.value:
             fields[name] = "by position"
             continue
@@ -353,4 +396,8 @@ def _weight(where: str, text: str, rule: Scalar = _WEIGHT) -> Fraction:
 def _source_config(config: StreamConfig, paths: str, settings: Mapping[str, str]) -> StreamConfig:
     source = config.replaced({**settings, "dataset_path": paths})
     # Held-out paths have the config's own type: none of their files is in a source of another type.
-    return source if source.dataset_type == config.dataset_type else source.replaced({"eval_dataset_path": ""})
+    return (
+        source
+        if source.dataset_type == config.dataset_type
+        else source.replaced({"eval_dataset_path": ""})
+    )

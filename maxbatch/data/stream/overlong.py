@@ -22,10 +22,14 @@ class OverlongError(ConfigError):
 
     def at(self, place: str) -> ConfigError:
         """Returns the error with the place of the record in its file."""
-        return ConfigError(f"max_target_length={self.length}: the {self.kind} of {place} {self.problem}")
+        return ConfigError(
+            f"max_target_length={self.length}: the {self.kind} of {place} {self.problem}"
+        )
 
 
-def refuse_overlong(kind: str, numbers_S: np.ndarray, lengths_S: np.ndarray, length: int, overlong: str) -> bool:
+def refuse_overlong(
+    kind: str, numbers_S: np.ndarray, lengths_S: np.ndarray, length: int, overlong: str
+) -> bool:
     """Returns whether those longer than `length` are to be left out (`overlong=drop`).
 
     Args:
@@ -46,5 +50,8 @@ def refuse_overlong(kind: str, numbers_S: np.ndarray, lengths_S: np.ndarray, len
         problem = f"has {int(lengths_S[first])} tokens{more}, and overlong=error; {works}"
         raise OverlongError(length, kind, int(numbers_S[first]), problem)
     if overlong == "drop" and count == len(lengths_S):
-        raise ConfigError(f"overlong=drop: all {count} {kind}s are longer than max_target_length={length}; {works}")
+        raise ConfigError(
+            f"overlong=drop: all {count} {kind}s are longer than max_target_length={length}; "
+            f"{works}"
+        )
     return overlong == "drop"

@@ -27,29 +27,36 @@ _NONE = HeldOutFraction.of(0)
 class Samples(Protocol):
     """A user's samples: `samples[i]` is always the same row, in every process and in any order.
 
-    One with a length has epochs: after its last sample comes the first. One without has no end. A mapping `identity`,
-    where there is one, says what defines the samples: a checkpoint is resumed only with an equal one. Without it, the
-    first sample does.
+    One with a length has epochs: after its last sample comes the first. One without has no end. A
+    mapping `identity`, where there is one, says what defines the samples: a checkpoint is resumed
+    only with an equal one. Without it, the first sample does.
     """
 
     def __getitem__(self, index: int, /) -> Mapping[str, ArrayLike] | ArrayLike:
-        """Returns a row: its tokens, int32[L], or a mapping of `tokens` and, where wanted, `segments` and `weights`.
+        """Returns a row: its tokens, int32[L], or a mapping of `tokens` and, where wanted,
+        `segments` and `weights`.
 
-        `segments` int32[L] counts the documents of the row from 1, 0 at padding (default: one document). `weights`
-        float32[L] is the loss weight of each token as a target (default: 1, and 0 where a segment begins).
+        `segments` int32[L] counts the documents of the row from 1, 0 at padding (default: one
+        document). `weights` float32[L] is the loss weight of each token as a target (default: 1,
+        and 0 where a segment begins).
         """
 
 
 def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
-    """Returns a user's samples as the training stream of a run, without the rows that `eval_fraction` holds out.
+    """Returns a user's samples as the training stream of a run, without the rows that
+    `eval_fraction` holds out.
 
     Raises:
-      ConfigError: the first or the last sample is no row of `max_target_length` tokens below `vocab_size`, or
-        `eval_fraction` is of samples without a length.
+      ConfigError: the first or the last sample is no row of `max_target_length` tokens below
+        `vocab_size`, or `eval_fraction` is of samples without a length.
     """
     split = HeldOutFraction.of(config.eval_fraction)
     if isinstance(samples, Stream):
-        _refuse_fraction(config.eval_fraction, "this one is of open_stream", "eval_stream=open_stream(config, 'eval')")
+        _refuse_fraction(
+            config.eval_fraction,
+            "this one is of open_stream",
+            "eval_stream=open_stream(config, 'eval')",
+        )
         return samples
     if not isinstance(samples, Sized):
         _refuse_fraction(config.eval_fraction, f"{code_name(samples)} has none", "eval_stream=rows")
@@ -57,26 +64,39 @@ def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
 
 
 def held_out_of(samples: Samples | Stream, config: StreamConfig) -> Stream | None:
-    """Returns the rows that `eval_fraction` holds out of a user's training samples; None if it is 0."""
+    """Returns the rows that `eval_fraction` holds out of a user's training samples; None if it is
+    0.
+    """
     split = HeldOutFraction.of(config.eval_fraction)
     if isinstance(samples, Stream) or not split.fraction:
         return None
-    return _stream_of(OwnRows(samples, config, "stream", split, held_out=True), samples, config, is_endless=False)
+    return _stream_of(
+        OwnRows(samples, config, "stream", split, held_out=True), samples, config, is_endless=False
+    )
 
 
 def as_held_out(samples: Samples | Stream, config: StreamConfig) -> Stream:
     """Returns a user's held-out samples, each once.
 
     Raises:
-      ConfigError: they have no length, the first or the last one cannot be used, or the config holds out others.
+      ConfigError: they have no length, the first or the last one cannot be used, or the config
+        holds out others.
     """
     for key in ("eval_dataset_path", "eval_fraction"):
         if config[key]:
             works = f"{key}=''" if key == "eval_dataset_path" else f"{key}=0"
-            raise ConfigError(f"{key}={config[key]}: states held-out data beside eval_stream; works: {works}")
+            raise ConfigError(
+                f"{key}={config[key]}: states held-out data beside eval_stream; works: {works}"
+            )
     if not isinstance(samples, Sized) or (isinstance(samples, Stream) and samples.is_endless):
-        name = "a training stream, which has no end" if isinstance(samples, Stream) else code_name(samples)
-        raise ConfigError(f"eval_stream: must have a length (len), and this is {name}; works: a list of rows")
+        name = (
+            "a training stream, which has no end"
+            if isinstance(samples, Stream)
+            else code_name(samples)
+        )
+        raise ConfigError(
+            f"eval_stream: must have a length (len), and this is {name}; works: a list of rows"
+        )
     if isinstance(samples, Stream):
         return samples
     return _stream_of(OwnRows(samples, config, "eval_stream"), samples, config, is_endless=False)
@@ -85,8 +105,8 @@ def as_held_out(samples: Samples | Stream, config: StreamConfig) -> Stream:
 def _refuse_fraction(eval_fraction: float, why: str, works: str) -> None:
     if eval_fraction:
         raise ConfigError(
-            f"eval_fraction={eval_fraction}: holds out rows of a stream with a length, and {why}; works: "
-            f"{works} in train() with eval_fraction=0"
+            f"eval_fraction={eval_fraction}: holds out rows of a stream with a length, and {why}; "
+            f"works: {works} in train() with eval_fraction=0"
         )
 
 
@@ -110,7 +130,8 @@ class OwnRows:
       held_out: whether these are the held-out ones.
 
     Raises:
-      ConfigError: there are none, the share holds out none, or the first or the last one cannot be used.
+      ConfigError: there are none, the share holds out none, or the first or the last one cannot be
+        used.
     """
 
     def __init__(
@@ -121,7 +142,11 @@ class OwnRows:
         split: HeldOutFraction = _NONE,
         held_out: bool = False,
     ) -> None:
-        self._samples, self.row_length, self._vocab_size = samples, config.max_target_length, config.vocab_size
+        self._samples, self.row_length, self._vocab_size = (
+            samples,
+            config.max_target_length,
+            config.vocab_size,
+        )
         self._argument, self.split, self._held_out = argument, split, held_out
         self.num_rows: int | None = None
         if isinstance(samples, Sized):
@@ -136,7 +161,9 @@ class OwnRows:
         if self.num_rows is None:
             return SampleOrigin(0, index)
         epoch, number = divmod(index, self.num_rows)
-        return SampleOrigin(epoch, self.split.record(number, self._held_out) if self.split.fraction else number)
+        return SampleOrigin(
+            epoch, self.split.record(number, self._held_out) if self.split.fraction else number
+        )
 
     def batch(self, indices: Indices) -> RowArrays:
         """Returns samples by their indices, arrays [n, L]."""
@@ -148,26 +175,37 @@ class OwnRows:
 
     def stats(self) -> dict[str, object]:
         """Returns the figures of an epoch that are known without reading it."""
-        return {"samples": self.num_rows, "slots": self.num_rows and self.num_rows * self.row_length}
+        return {
+            "samples": self.num_rows,
+            "slots": self.num_rows and self.num_rows * self.row_length,
+        }
 
     def _row(self, index: int) -> RowArrays:
         found = self._read(index)
         row = found if isinstance(found, Mapping) else {"tokens": found}
         if "tokens" not in row:
-            raise ConfigError(f"{self._at(index)}: has no tokens; works: {{'tokens': int32[{self.row_length}]}}")
+            raise ConfigError(
+                f"{self._at(index)}: has no tokens; works: {{'tokens': int32[{self.row_length}]}}"
+            )
         tokens = self._whole_numbers(index, "tokens", row["tokens"])
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise ConfigError(
-                f"{self._at(index)}: tokens from {tokens.min()} to {tokens.max()} must be at least 0 and below "
-                f"vocab_size={self._vocab_size}; works: vocab_size={max(2, int(tokens.max()) + 1)}"
+                f"{self._at(index)}: tokens from {tokens.min()} to {tokens.max()} must be at "
+                f"least 0 and below vocab_size={self._vocab_size}; works: "
+                f"vocab_size={max(2, int(tokens.max()) + 1)}"
             )
         segments = self._whole_numbers(index, "segments", row.get("segments", np.ones_like(tokens)))
         if segments.min() < 0 or segments.max() > _LAST_SEGMENT:
-            raise ConfigError(f"{self._at(index)}: segments must be 1, 2, ... per document, and 0 at padding")
+            raise ConfigError(
+                f"{self._at(index)}: segments must be 1, 2, ... per document, and 0 at padding"
+            )
         begins = np.diff(segments, prepend=-1) != 0
         weights = self._array(index, "weights", row.get("weights", ~begins & (segments > 0)))
         if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
-            raise ConfigError(f"{self._at(index)}: weights must be finite numbers; works: float32[{self.row_length}]")
+            raise ConfigError(
+                f"{self._at(index)}: weights must be finite numbers; works: "
+                f"float32[{self.row_length}]"
+            )
         return {
             "tokens": tokens.astype(np.int32),
             "segments": segments.astype(np.int32),
@@ -182,9 +220,14 @@ class OwnRows:
         try:
             return self._samples[index]
         except StopIteration as error:  # would end the reading thread in silence
-            raise RuntimeError(f"{self._at(index)}: {code_name(self._samples)} raised StopIteration") from error
+            raise RuntimeError(
+                f"{self._at(index)}: {code_name(self._samples)} raised StopIteration"
+            ) from error
         except Exception as error:
-            error.add_note(f"maxbatch: raised by the {self._argument} {code_name(self._samples)}, as {self._at(index)}")
+            error.add_note(
+                f"maxbatch: raised by the {self._argument} {code_name(self._samples)}, as "
+                f"{self._at(index)}"
+            )
             raise
 
     def _whole_numbers(self, index: int, name: str, value: ArrayLike) -> np.ndarray:
@@ -200,11 +243,17 @@ class OwnRows:
         try:
             array = np.asarray(value)
         except ValueError as error:  # a list of lists of several lengths
-            raise ConfigError(f"{self._at(index)}: {name} is no array ({one_line(error)})") from error
+            raise ConfigError(
+                f"{self._at(index)}: {name} is no array ({one_line(error)})"
+            ) from error
         if array.shape != (self.row_length,):
             raise ConfigError(
-                f"{self._at(index)}: {name} of shape {array.shape} must be ({self.row_length},), a row of "
-                f"max_target_length={self.row_length} tokens"
-                + (f"; works: max_target_length={array.size}" if array.ndim == 1 and array.size > 1 else "")
+                f"{self._at(index)}: {name} of shape {array.shape} must be ({self.row_length},), "
+                f"a row of max_target_length={self.row_length} tokens"
+                + (
+                    f"; works: max_target_length={array.size}"
+                    if array.ndim == 1 and array.size > 1
+                    else ""
+                )
             )
         return array

@@ -1,18 +1,19 @@
 """Best-fit packing: documents packed into rows so that few are cut and few slots stay empty.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830): a document longer than a row is cut
-every L tokens, and only there. The pieces, the longest first, go into the row with the least free space that holds
-them, or else open a new row.
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830): a document
+longer than a row is cut every L tokens, and only there. The pieces, the longest first, go into the
+row with the least free space that holds them, or else open a new row.
 
-The choice depends only on lengths, so pieces of one length and rows of one free space are handled as groups. The rows
-with the least free space f >= l take floor(f / l) pieces of length l each before any other row does, and then have less
-than l left. So each length meets each free space at most once, and packing takes O(L) group operations over arrays, for
-any number of documents.
+The choice depends only on lengths, so pieces of one length and rows of one free space are handled
+as groups. The rows with the least free space f >= l take floor(f / l) pieces of length l each
+before any other row does, and then have less than l left. So each length meets each free space at
+most once, and packing takes O(L) group operations over arrays, for any number of documents.
 
-The order of rows and pieces follows the dataset, not the length: rows are in the order of the pieces that opened them,
-and the pieces of a row in their own order. Otherwise a stream without shuffle would train on long documents first and
-on the shortest pieces last. Pieces of one length may be taken in any order. They are taken from all over the dataset:
-in its order, the last ones would open the last rows.
+The order of rows and pieces follows the dataset, not the length: rows are in the order of the
+pieces that opened them, and the pieces of a row in their own order. Otherwise a stream without
+shuffle would train on long documents first and on the shortest pieces last. Pieces of one length
+may be taken in any order. They are taken from all over the dataset: in its order, the last ones
+would open the last rows.
 
 Legend: L row length, P pieces, n rows asked for, S documents of the split, R rows.
 """
@@ -67,7 +68,9 @@ def best_fit(extents: Extents, row_length: int) -> Packing:
 
 
 def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start (int64) and length (int32) of each document's pieces, in the order of the dataset."""
+    """Returns start (int64) and length (int32) of each document's pieces, in the order of the
+    dataset.
+    """
     count_S = -(-(end_S - start_S) // row_length)
     first_S = np.cumsum(count_S) - count_S
     place_P = np.arange(int(count_S.sum()))
@@ -104,7 +107,8 @@ class _Rows:
         self._row_length = row_length
         self._num_rows = 0
         self._by_space: dict[int, list[np.ndarray]] = {}  # rows by free space
-        self._usable: list[int] = []  # heap of the free spaces that hold a piece of the present length
+        # heap of the free spaces that hold a piece of the present length
+        self._usable: list[int] = []
 
     def place(self, pieces: np.ndarray, length: int) -> None:
         """Places all pieces of one length; lengths must decrease between calls."""
@@ -121,7 +125,9 @@ class _Rows:
             self._fill(rows, self._row_length, pieces, length)
 
     def _fill(self, rows: np.ndarray, space: int, pieces: np.ndarray, length: int) -> np.ndarray:
-        """Fills rows of equal free space, in order, with pieces of equal length; returns the remaining pieces."""
+        """Fills rows of equal free space, in order, with pieces of equal length; returns the
+        remaining pieces.
+        """
         per_row = space // length
         used = min(len(rows), -(-len(pieces) // per_row))
         row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
@@ -145,7 +151,9 @@ def _index_type(count: int) -> type[np.int32 | np.int64]:
 
 
 def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
-    """Returns the stable argsort of keys 0 to end - 1, 16 bits at a time: numpy sorts those in linear time."""
+    """Returns the stable argsort of keys 0 to end - 1, 16 bits at a time: numpy sorts those in
+    linear time.
+    """
     kind = _index_type(len(keys))
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable").astype(kind)
     for shift in range(16, max(end - 1, 1).bit_length(), 16):
@@ -157,9 +165,9 @@ def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
 class BestFitPlan:
     """A `RowPlan` in a cache file; each process maps its arrays on first use.
 
-    The file is a JSON header padded to 4096 bytes (`version`, `name` of the file, `rows`, `pieces`, `tokens`,
-    `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of `Packing`, little-endian, one
-    after the other.
+    The file is a JSON header padded to 4096 bytes (`version`, `name` of the file, `rows`, `pieces`,
+    `tokens`, `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of
+    `Packing`, little-endian, one after the other.
     """
 
     def __init__(self, path: Path):
@@ -177,12 +185,15 @@ class BestFitPlan:
             if not self._is_checked:
                 _checked_header(self._path)
             arrays: list[np.ndarray] = []
-            for dtype, size in zip(_DTYPES, (self.num_rows + 1, self._num_pieces, self._num_pieces), strict=True):
+            for dtype, size in zip(
+                _DTYPES, (self.num_rows + 1, self._num_pieces, self._num_pieces), strict=True
+            ):
                 begin = _HEADER_BYTES + sum(array.nbytes for array in arrays)
                 arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._path}: the packing was damaged or removed while in use; start again to compute it again"
+                f"{self._path}: the packing was damaged or removed while in use; start again to "
+                "compute it again"
             ) from error
         return Packing(*arrays)
 
@@ -193,11 +204,16 @@ class BestFitPlan:
     def _is_unchanged(self) -> bool:
         if self._path.exists() and self._path.stat().st_size < self._stamp[0]:
             return False  # reading a map past its file's end would kill the process
-        return bool(self._header["crc32"] == _checksum(self._header, (array.data for array in self._packing)))
+        return bool(
+            self._header["crc32"]
+            == _checksum(self._header, (array.data for array in self._packing))
+        )
 
     def __getstate__(self) -> dict[str, object]:
         # Worker processes check and map the file themselves.
-        return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {"_is_checked": False}
+        return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {
+            "_is_checked": False
+        }
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         first_piece, start, length = self._packing
@@ -210,12 +226,15 @@ class BestFitPlan:
 
 
 def _checked_header(path: Path) -> dict[str, Any]:
-    """Reads the header of a packing's file; raises ValueError if it is damaged or a copy of another file."""
+    """Reads the header of a packing's file; raises ValueError if it is damaged or a copy of another
+    file.
+    """
     with open(path, "rb") as file:
         header = dict(read_json(file.read(_HEADER_BYTES), path.name, most_depth=1))
         rows, pieces = header["rows"], header["pieces"]
         bytes_of_arrays = sum(
-            np.dtype(dtype).itemsize * size for dtype, size in zip(_DTYPES, (rows + 1, pieces, pieces), strict=True)
+            np.dtype(dtype).itemsize * size
+            for dtype, size in zip(_DTYPES, (rows + 1, pieces, pieces), strict=True)
         )
         if path.stat().st_size != _HEADER_BYTES + bytes_of_arrays:
             raise ValueError(f"{path} has another size than its header states")
@@ -225,7 +244,9 @@ def _checked_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, object]) -> BestFitPlan | None:
+def find_best_fit(
+    data_cache_dir: str, row_length: int, key: Mapping[str, object]
+) -> BestFitPlan | None:
     """Returns the cached plan of `key`, or None if it is missing or damaged; computes nothing."""
     try:
         return BestFitPlan(_path(data_cache_dir, row_length, key))
@@ -234,7 +255,10 @@ def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, object
 
 
 def open_best_fit(
-    data_cache_dir: str, row_length: int, key: Mapping[str, object], documents: Callable[[], Extents]
+    data_cache_dir: str,
+    row_length: int,
+    key: Mapping[str, object],
+    documents: Callable[[], Extents],
 ) -> BestFitPlan:
     """Returns the plan for `key`, JSON values that determine it together with L.
 
@@ -266,7 +290,10 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
         "tokens": int(packing.length_P.sum(dtype=np.int64)),
         "row_length": row_length,
     }
-    arrays = [np.ascontiguousarray(array, dtype).data for array, dtype in zip(packing, _DTYPES, strict=True)]
+    arrays = [
+        np.ascontiguousarray(array, dtype).data
+        for array, dtype in zip(packing, _DTYPES, strict=True)
+    ]
     checksum = _checksum(header, arrays)
     with writing_atomically(path) as file:
         file.write(json.dumps(header | {"crc32": checksum}).encode().ljust(_HEADER_BYTES))

@@ -1,8 +1,9 @@
-"""The rows of preference pairs: a sample is the prompt with the chosen answer, then with the rejected one.
+"""The rows of preference pairs: a sample is the prompt with the chosen answer, then with the
+rejected one.
 
-A pair is two consecutive documents of the store. Each has its own L slots, so a sample has 2 L: the chosen answer's
-tokens are segment 1, the rejected one's segment 2. Pairs are not packed. `overlong` applies if either document is
-longer than L.
+A pair is two consecutive documents of the store. Each has its own L slots, so a sample has 2 L: the
+chosen answer's tokens are segment 1, the rejected one's segment 2. Pairs are not packed. `overlong`
+applies if either document is longer than L.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class PairRows:
       ConfigError: a pair is longer and `overlong` is `error`, or none is left.
     """
 
-    def __init__(self, store: Store, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int) -> None:
+    def __init__(
+        self, store: Store, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int
+    ) -> None:
         self._store, self._length, self._pad_id = store, length, pad_id
         documents_Sx2 = 2 * pairs_S[:, None] + np.arange(2)
         start_Sx2, end_Sx2 = Extents.of(store.offsets, documents_Sx2)
@@ -48,9 +51,18 @@ class PairRows:
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         row_n = np.asarray(rows_n, np.int64)
         count = 2 * len(row_n)
-        pieces = Pieces(np.arange(count), self._start_Sx2[row_n].reshape(-1), self._length_Sx2[row_n].reshape(-1))
+        pieces = Pieces(
+            np.arange(count),
+            self._start_Sx2[row_n].reshape(-1),
+            self._length_Sx2[row_n].reshape(-1),
+        )
         halves = assemble(
-            self._store.tokens, pieces, count, self._length, self._pad_id, trained_bit=self._store.trained_bit
+            self._store.tokens,
+            pieces,
+            count,
+            self._length,
+            self._pad_id,
+            trained_bit=self._store.trained_bit,
         )
         halves["segments"][1::2] *= 2
         return {name: array.reshape(len(row_n), self.row_length) for name, array in halves.items()}

@@ -17,11 +17,16 @@ from absl import flags
 from maxbatch.data.stream import grain
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
-from maxbatch.system.child_process import end_with_parent, holding_interrupts, leave_signals_to_parent
+from maxbatch.system.child_process import (
+    end_with_parent,
+    holding_interrupts,
+    leave_signals_to_parent,
+)
 
 _THREADS = 8
 _WINDOW = 16  # intervals for measuring the pace
-# Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between processes) negligible.
+# Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between
+# processes) negligible.
 _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
 _AHEAD_BYTES = 32 << 20  # bound of rows read ahead by time
@@ -29,11 +34,14 @@ _SLOT_BYTES = 12  # per token with segment and weight
 
 
 class Order(Protocol):
-    """The samples of a reader, by position from 0; small, since it is pickled for worker processes."""
+    """The samples of a reader, by position from 0; small, since it is pickled for worker
+    processes.
+    """
 
     def __len__(self) -> int: ...
 
-    def indices(self, first: int, stop: int) -> np.ndarray: ...  # int64: indices at positions first to stop - 1
+    # int64: indices at positions first to stop - 1
+    def indices(self, first: int, stop: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,9 @@ class Contiguous:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise IndexError(f"samples {self.start} to {self.stop}: start must be at least 0 and at most stop")
+            raise IndexError(
+                f"samples {self.start} to {self.stop}: start must be at least 0 and at most stop"
+            )
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -56,7 +66,9 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A Grain data source: element k is the samples at positions k * size to (k + 1) * size - 1 of an order."""
+    """A Grain data source: element k is the samples at positions k * size to (k + 1) * size - 1 of
+    an order.
+    """
 
     batch: Callable[[Indices], RowArrays]  # returns samples by their indices, arrays [n, L]
     order: Order
@@ -78,11 +90,17 @@ class ReadAheadByTime:
     """
 
     def __init__(self, blocks: RowBlocks, seconds: float, least: int, most: int) -> None:
-        self._blocks, self._seconds, self._least, self._most = blocks, seconds, least, max(least, most)
+        self._blocks, self._seconds, self._least, self._most = (
+            blocks,
+            seconds,
+            least,
+            max(least, most),
+        )
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="maxbatch-ahead")
         self._reading: deque[Future[RowArrays]] = deque()
         self._next = 0  # next block to read
-        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds of training, without waits here
+        # seconds of training, without waits here
+        self._intervals: deque[float] = deque(maxlen=_WINDOW)
         self._returned = time.monotonic()
 
     def __iter__(self) -> ReadAheadByTime:
@@ -115,17 +133,21 @@ class ReadAhead(NamedTuple):
 
     worker_count: int  # processes that read; 0 means threads of this one
     rows: int  # read ahead, at least 1 (rounded up to whole blocks)
-    seconds: float = 0.0  # seconds of training to read ahead for, at least; for rows in a remote store
+    # seconds of training to read ahead for, at least; for rows in a remote store
+    seconds: float = 0.0
 
 
 class Reader:
     """A reader of a stream's samples in a given order, any number at a time, which reads ahead.
 
-    Samples do not depend on the number of threads or worker processes. The first `take` starts them. Worker processes
-    end with this process, even if it is killed. They get `batch` and `order` pickled.
+    Samples do not depend on the number of threads or worker processes. The first `take` starts
+    them. Worker processes end with this process, even if it is killed. They get `batch` and `order`
+    pickled.
     """
 
-    def __init__(self, batch: Callable[[Indices], RowArrays], row_length: int, order: Order, ahead: ReadAhead):
+    def __init__(
+        self, batch: Callable[[Indices], RowArrays], row_length: int, order: Order, ahead: ReadAhead
+    ):
         size = max(1, min(_BLOCK_TOKENS // row_length, ahead.rows // 4))
         self._blocks = RowBlocks(batch, order, size)
         self._worker_count = ahead.worker_count
@@ -138,7 +160,8 @@ class Reader:
         self.position = 0  # samples returned so far: the place of the next one in the order
 
     def take(self, count: int) -> RowArrays:
-        """Returns the next `count` samples as arrays [n, L]; n < count only at the end of the order.
+        """Returns the next `count` samples as arrays [n, L]; n < count only at the end of the
+        order.
 
         Raises:
           ValueError: the reader is closed.
@@ -186,7 +209,9 @@ class Reader:
 
     def _start(self) -> grain.DatasetIterator[RowArrays] | ReadAheadByTime:
         if self._seconds and not self._worker_count:
-            return ReadAheadByTime(self._blocks, self._seconds, self._prefetch_blocks, self._most_blocks)
+            return ReadAheadByTime(
+                self._blocks, self._seconds, self._prefetch_blocks, self._most_blocks
+            )
         blocks = grain.MapDataset.source(self._blocks)
         if not self._worker_count:
             threads = min(_MAX_THREADS, self._prefetch_blocks)
@@ -195,13 +220,17 @@ class Reader:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         ahead = max(1, self._prefetch_blocks // self._worker_count)
-        options = grain.MultiprocessingOptions(num_workers=self._worker_count, per_worker_buffer_size=ahead)
+        options = grain.MultiprocessingOptions(
+            num_workers=self._worker_count, per_worker_buffer_size=ahead
+        )
         in_worker = blocks.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         return iter(in_worker.mp_prefetch(options, worker_init_fn=_start_worker))
 
 
 def _start_worker(*_: int) -> None:
-    """Ends a worker process with its parent, not earlier, since the parent may need rows to finish its step."""
+    """Ends a worker process with its parent, not earlier, since the parent may need rows to finish
+    its step.
+    """
     leave_signals_to_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in worker processes only"

@@ -1,10 +1,11 @@
 """Documents cut into rows, as an index: the pieces of documents that make row r.
 
-A piece is a run of consecutive tokens of one document; a row is pieces from its left end, then padding. A plan is
-computed once from document lengths, is the same for all epochs, and finds a row's pieces by binary search.
+A piece is a run of consecutive tokens of one document; a row is pieces from its left end, then
+padding. A plan is computed once from document lengths, is the same for all epochs, and finds a
+row's pieces by binary search.
 
-Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split, K blocks of a table read by
-range.
+Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split, K blocks
+of a table read by range.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Extents(NamedTuple):
 
     @classmethod
     def of(cls, offsets: np.ndarray, documents_S: np.ndarray) -> Extents:
-        """Returns the extents of documents `documents_S` in a store with `offsets` (int64[documents + 1])."""
+        """Returns the extents of documents `documents_S` in a store with `offsets` (int64[documents
+        + 1]).
+        """
         return cls(offsets[documents_S], offsets[documents_S + 1])
 
     @property
@@ -49,7 +52,9 @@ class Extents(NamedTuple):
         return int((self.end_S - self.start_S).sum())
 
     def slots(self, slot_tokens: int) -> np.ndarray:
-        """Returns each document's number of slots of `slot_tokens` tokens, the last one possibly in part."""
+        """Returns each document's number of slots of `slot_tokens` tokens, the last one possibly in
+        part.
+        """
         array: np.ndarray = -(-(self.end_S - self.start_S) // slot_tokens)
         return array
 
@@ -78,7 +83,9 @@ class SlotLayout(Protocol):
     num_tokens: int
 
     def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
-        """Returns the documents in slots first_n[i] to last_n[i], for every i, and possibly others."""
+        """Returns the documents in slots first_n[i] to last_n[i], for every i, and possibly
+        others.
+        """
 
 
 class WholeLayout:
@@ -98,10 +105,11 @@ class WholeLayout:
 
 
 class BlockLayout:
-    """A layout of documents that are too many for a host's memory; it keeps eight bytes per block of their table.
+    """A layout of documents that are too many for a host's memory; it keeps eight bytes per block
+    of their table.
 
-    One pass over the table counts the slots of the split's documents in each block. The documents of a row are then
-    looked up in its own blocks.
+    One pass over the table counts the slots of the split's documents in each block. The documents
+    of a row are then looked up in its own blocks.
 
     Args:
       slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
@@ -118,7 +126,9 @@ class BlockLayout:
             count = len(starts) - 1
             numbers_S = documents.between(first, first + count) - first
             extents = Extents.of(starts, numbers_S)
-            ends_K = np.searchsorted(numbers_S, np.arange(0, count, table.block_documents) + table.block_documents)
+            ends_K = np.searchsorted(
+                numbers_S, np.arange(0, count, table.block_documents) + table.block_documents
+            )
             before_S = np.concatenate([[0], np.cumsum(extents.slots(slot_tokens))])
             counts_K.append(np.diff(before_S[ends_K], prepend=0))
             self.num_tokens += extents.num_tokens
@@ -127,11 +137,17 @@ class BlockLayout:
         self.num_slots = int(self._before_K[-1])
 
     def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
-        first_block_n, last_block_n = np.searchsorted(self._before_K, np.stack([first_n, last_n]), side="right") - 1
+        first_block_n, last_block_n = (
+            np.searchsorted(self._before_K, np.stack([first_n, last_n]), side="right") - 1
+        )
         ends_of_n = zip(first_block_n.tolist(), last_block_n.tolist(), strict=True)
-        numbers = sorted({number for first, last in ends_of_n for number in range(first, last + 1)} or {0})
+        numbers = sorted(
+            {number for first, last in ends_of_n for number in range(first, last + 1)} or {0}
+        )
         blocks = self._store.table.blocks(numbers)
-        extents = [self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)]
+        extents = [
+            self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)
+        ]
         first_S: list[np.ndarray] = []
         for number, one in zip(numbers, extents, strict=True):
             slots_S = one.slots(self._slot_tokens)
@@ -150,7 +166,9 @@ Lay = Callable[[int], SlotLayout]  # (tokens per slot) -> layout of documents
 
 
 class ConcatenatePlan:
-    """A plan of documents joined into one sequence and cut every L tokens; pads the last row, drops nothing."""
+    """A plan of documents joined into one sequence and cut every L tokens; pads the last row, drops
+    nothing.
+    """
 
     def __init__(self, lay: Lay, row_length: int):
         self._layout = lay(1)
@@ -185,8 +203,12 @@ class ConcatenatePlan:
         shift_P = 0 if store_start_S is None else store_start_S[document_P] - start_P
         return Pieces(row_P, low_P + shift_P, high_P - low_P)
 
-    def _joined(self, first_n: np.ndarray, last_n: np.ndarray) -> tuple[BlockTable, np.ndarray | None]:
-        """Returns the starts of documents in the joined sequence, and in the store (None if equal)."""
+    def _joined(
+        self, first_n: np.ndarray, last_n: np.ndarray
+    ) -> tuple[BlockTable, np.ndarray | None]:
+        """Returns the starts of documents in the joined sequence, and in the store (None if
+        equal).
+        """
         if self._store:
             return self._store.table, None
         placed = self._layout.around(first_n, last_n)
@@ -194,7 +216,9 @@ class ConcatenatePlan:
 
 
 class DocumentPlan:
-    """A plan with one document per row; a document of n tokens fills ceil(n / L) rows, the last one padded."""
+    """A plan with one document per row; a document of n tokens fills ceil(n / L) rows, the last one
+    padded.
+    """
 
     def __init__(self, lay: Lay, row_length: int):
         self.row_length = row_length
@@ -221,9 +245,9 @@ def assemble(
     """Copies pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 
     Returns:
-      `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the piece's number in its row from 1, 0 at
-      padding; `weights` float32[n, L], 1 where a token follows another of its segment and, if the store has a
-      `trained_bit`, has it set; else 0.
+      `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the piece's number in
+      its row from 1, 0 at padding; `weights` float32[n, L], 1 where a token follows another of its
+      segment and, if the store has a `trained_bit`, has it set; else 0.
     """
     row_P, start_P, length_P = pieces
     end_P = np.cumsum(length_P)
@@ -238,7 +262,11 @@ def assemble(
         bit = stored.dtype.type(trained_bit)
         weights = (stored >> bit).astype(np.float32)
         stored = stored & stored.dtype.type((1 << trained_bit) - 1)
-    filled = {"tokens": stored.astype(np.int32), "segments": np.repeat(segment_P, length_P), "weights": weights}
+    filled = {
+        "tokens": stored.astype(np.int32),
+        "segments": np.repeat(segment_P, length_P),
+        "weights": weights,
+    }
     filled["weights"][begin_P] = 0
     shape = (num_rows, row_length)
     if total == num_rows * row_length:
@@ -253,7 +281,9 @@ def assemble(
 
 
 class RowSource(Protocol):
-    """The rows of one split of a dataset. `num_documents` and `num_tokens` count the whole split."""
+    """The rows of one split of a dataset. `num_documents` and `num_tokens` count the whole
+    split.
+    """
 
     row_length: int
     num_rows: int
@@ -283,4 +313,6 @@ class StoredRows:
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
         trained_bit = self._store.trained_bit
-        return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id, trained_bit)
+        return assemble(
+            self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id, trained_bit
+        )

@@ -36,13 +36,16 @@ class SampleRows(Protocol):
 
     def place(self, index: int) -> SampleOrigin: ...  # the origin of a sample
 
-    def batch(self, indices: Indices) -> RowArrays: ...  # the samples with these indices, in their order
+    # the samples with these indices, in their order
+    def batch(self, indices: Indices) -> RowArrays: ...
 
     def stats(self) -> dict[str, object]: ...  # the figures of an epoch
 
 
 class Epochs:
-    """The rows of one source, epoch after epoch: with n rows, sample i is row i mod n of epoch i // n, permuted."""
+    """The rows of one source, epoch after epoch: with n rows, sample i is row i mod n of epoch i //
+    n, permuted.
+    """
 
     def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
         self.rows = rows
@@ -72,7 +75,9 @@ class InTurn:
         return Origins(source_n, index_n - self._begins[source_n])
 
     def counts(self, position: int) -> list[int]:
-        counts: list[int] = (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
+        counts: list[int] = (
+            np.minimum(position, self._ends) - np.minimum(position, self._begins)
+        ).tolist()
         return counts
 
 
@@ -96,14 +101,19 @@ class Mixed:
             for source in np.unique(source_n).tolist() or [0]
         ]
         place_in_parts_n = np.argsort(np.argsort(source_n, kind="stable"))
-        return {name: np.concatenate([part[name] for part in parts])[place_in_parts_n] for name in parts[0]}
+        return {
+            name: np.concatenate([part[name] for part in parts])[place_in_parts_n]
+            for name in parts[0]
+        }
 
     def counts(self, position: int) -> dict[str, int]:
         """Returns the number of samples of each source among samples 0 to position - 1."""
         return dict(zip(self._names, self._order.counts(position), strict=True))
 
     def stats(self) -> dict[str, object]:
-        sources = {name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)}
+        sources = {
+            name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)
+        }
         together = _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
         if isinstance(self._order, InTurn):
             return together
@@ -158,8 +168,8 @@ def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) 
 def epoch_key(seed: int, source: str, epoch: int) -> int:
     """Returns the 32-bit key of one epoch's permutation.
 
-    The key is a hash: with seed + epoch, the second epoch of seed 0 would equal the first of seed 1, and two sources
-    of equal length would have equal permutations.
+    The key is a hash: with seed + epoch, the second epoch of seed 0 would equal the first of seed
+    1, and two sources of equal length would have equal permutations.
     """
     digest = hashlib.blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -1,4 +1,5 @@
-"""The rows of a config: its dataset opened, split and cut into rows, and the settings that define them.
+"""The rows of a config: its dataset opened, split and cut into rows, and the settings that define
+them.
 
 Does not import Grain, so that plans need not wait for it to get the length of an epoch.
 """
@@ -54,12 +55,17 @@ class SourceRows(NamedTuple):
 
     @property
     def shuffle_name(self) -> str:
-        """The name that, with the seed, keys the shuffle: the hash of the content, independent of storage."""
+        """The name that, with the seed, keys the shuffle: the hash of the content, independent of
+        storage.
+        """
         return str(self.identity.get("content", "synthetic"))
 
 
-def open_rows(config: StreamConfig, *, held_out: bool, whole: StreamConfig | None = None) -> SourceRows | None:
-    """Opens the training or held-out rows of a config (None without held-out data); tokenises new data.
+def open_rows(
+    config: StreamConfig, *, held_out: bool, whole: StreamConfig | None = None
+) -> SourceRows | None:
+    """Opens the training or held-out rows of a config (None without held-out data); tokenises new
+    data.
 
     `whole` is the config of the mixture of which this dataset is a source.
     """
@@ -70,7 +76,9 @@ def open_rows(config: StreamConfig, *, held_out: bool, whole: StreamConfig | Non
         return _synthetic_rows(config, tokenizer, fraction, held_out)
     check_vocabulary(config, tokenizer.vocab_size)
     own_path = held_out and bool(config.eval_dataset_path)
-    store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path", whole)
+    store = open_store(
+        config, tokenizer, "eval_dataset_path" if own_path else "dataset_path", whole
+    )
     if isinstance(store, MegatronStore):
         store = store.of_vocabulary(config.vocab_size)
     documents, rule = _split_documents(config, store, fraction, held_out)
@@ -96,10 +104,14 @@ def open_rows(config: StreamConfig, *, held_out: bool, whole: StreamConfig | Non
         place = place_of_kept(config, path_key, tokenizer, error.number, whole)
         raise error.at(place) if place else error from None
     if recipe.has_answers:
-        rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
+        rows.conversations = ConversationFigures(
+            num_overlong, count_trained_tokens(config, key, rows)
+        )
     if not held_out:
         remember_length(config, rows.num_rows)
-    return SourceRows(rows, identity, tokenizer, store.folder, tuple(_notes(config, store, rows, num_overlong)))
+    return SourceRows(
+        rows, identity, tokenizer, store.folder, tuple(_notes(config, store, rows, num_overlong))
+    )
 
 
 def _notes(config: StreamConfig, store: Store, rows: RowSource, num_overlong: int) -> Iterator[str]:
@@ -109,29 +121,44 @@ def _notes(config: StreamConfig, store: Store, rows: RowSource, num_overlong: in
         yield f"{skipped_text(skipped, store.manifest.get('skipped_reasons', {}))}{listed}"
     length = config.max_target_length
     if num_overlong:
-        effect = f"cut to max_target_length={length}" if config.overlong == "truncate" else "left out"
-        yield (f"{counted(num_overlong, 'record')} of more than {length} tokens {effect} "
-               f"(overlong={config.overlong}){listed}")  # fmt: skip
+        effect = (
+            f"cut to max_target_length={length}" if config.overlong == "truncate" else "left out"
+        )
+        yield (
+            f"{counted(num_overlong, 'record')} of more than {length} tokens {effect} "
+            f"(overlong={config.overlong}){listed}"
+        )
     if not config.recipe.has_answers and not config.packing and rows.num_rows > rows.num_documents:
-        yield (f"{rows.num_documents:,} documents make {rows.num_rows:,} rows: those of more than {length} tokens are "
-               f"split{listed}")  # fmt: skip
+        yield (
+            f"{rows.num_documents:,} documents make {rows.num_rows:,} rows: those of more than "
+            f"{length} tokens are split{listed}"
+        )
 
 
 def _row_identity(config: StreamConfig, store: Store) -> Identity:
-    """Returns the settings that fix the rows; a store of another program has the special tokens that it has."""
+    """Returns the settings that fix the rows; a store of another program has the special tokens
+    that it has.
+    """
     identity = StreamRecipe.of(config.recipe).row_identity(config)
     adds_tokens = not isinstance(store, MegatronStore)
-    return {key: value for key, value in identity.items() if adds_tokens or key not in names_fixing(Fixes.TOKENS)}
+    return {
+        key: value
+        for key, value in identity.items()
+        if adds_tokens or key not in names_fixing(Fixes.TOKENS)
+    }
 
 
 def order_identity(config: DataConfig) -> Identity:
     """Returns the values that fix the order of a training stream: shuffling and its key."""
-    fixing = names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
+    fixing = (
+        names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
+    )
     return {key: config[key] for key in fixing}
 
 
 def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
-    """Returns the samples of an epoch if known without reading data, else None (a mixture has no epochs).
+    """Returns the samples of an epoch if known without reading data, else None (a mixture has no
+    epochs).
 
     Raises:
       ConfigError: `num_epochs` of a mixture, or an invalid mixture.
@@ -146,14 +173,17 @@ def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
             found = _find_rows(config)
             return found and found.num_rows
     except ConfigError:
-        # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
+        # Planning for data that are not on this machine leaves out epoch figures; training on them
+        # raises.
         return None
     refuse_num_epochs(config, mixture)
     return None
 
 
 def refuse_num_epochs(config: StreamConfig, mixture: tuple[MixtureSource, ...]) -> None:
-    """Raises ConfigError for `num_epochs` of a mixture, with a likely number of samples, if known."""
+    """Raises ConfigError for `num_epochs` of a mixture, with a likely number of samples, if
+    known.
+    """
     num_epochs = config.num_epochs
     if num_epochs is None:
         return
@@ -164,13 +194,15 @@ def refuse_num_epochs(config: StreamConfig, mixture: tuple[MixtureSource, ...]) 
         rows = [None]
     samples = 10**6 if None in rows else math.ceil(exact(num_epochs) * sum(filter(None, rows)))
     raise ConfigError(
-        f"num_epochs={num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
-        f"own epochs; works: train_samples={samples} num_epochs=null"
+        f"num_epochs={num_epochs}: num_epochs of a mixture is not defined, since each of its "
+        f"sources has its own epochs; works: train_samples={samples} num_epochs=null"
     )
 
 
 def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
-    """Returns the trained tokens of each source of conversations if known without reading data, else None."""
+    """Returns the trained tokens of each source of conversations if known without reading data,
+    else None.
+    """
     if not config.recipe.has_answers:
         return None
     try:
@@ -178,7 +210,9 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
         found = [(source.weight, _find_rows(source.config, config)) for source in mixture]
     except ConfigError:
         return None
-    shares = [TrainedShare(float(weight), rows.trained) for weight, rows in found if rows and rows.trained]
+    shares = [
+        TrainedShare(float(weight), rows.trained) for weight, rows in found if rows and rows.trained
+    ]
     return shares if len(shares) == len(mixture) else None
 
 
@@ -208,8 +242,12 @@ def _find_rows(config: StreamConfig, whole: StreamConfig | None = None) -> _Foun
     return _FoundRows(num_rows, find_trained_tokens(config, key) if recipe.has_answers else None)
 
 
-def _packing_key(config: StreamConfig, store: Store, rule: str, held_out: bool) -> dict[str, object]:
-    """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
+def _packing_key(
+    config: StreamConfig, store: Store, rule: str, held_out: bool
+) -> dict[str, object]:
+    """Returns the values that fix the lengths of a split's documents, and so their packing into
+    rows.
+    """
     manifest = store.manifest
     overlong = {"overlong": config.overlong} if config.recipe.has_answers else {}
     return {
@@ -232,7 +270,10 @@ def _synthetic_rows(
     token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
     rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
     stated = ("dataset_type", "synthetic_samples", "data_shuffle_seed", "max_target_length")
-    identity = {key: config[key] for key in stated} | {"token_range": token_range, "held_out": fraction.rule}
+    identity = {key: config[key] for key in stated} | {
+        "token_range": token_range,
+        "held_out": fraction.rule,
+    }
     return SourceRows(rows, identity, tokenizer)
 
 
@@ -252,6 +293,7 @@ def _split_documents(
     documents = np.flatnonzero(listed if held_out else ~listed)
     if not len(documents):
         raise ConfigError(
-            f"dataset_type={config.dataset_type!r}: all {total} documents are held out, and none is left to train on"
+            f"dataset_type={config.dataset_type!r}: all {total} documents are held out, and none "
+            "is left to train on"
         )
     return documents, "list"

@@ -1,4 +1,6 @@
-"""One stream of samples: `stream[0], stream[1], ...`, fixed by dataset, seed and packing settings alone."""
+"""One stream of samples: `stream[0], stream[1], ...`, fixed by dataset, seed and packing settings
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import RowArrays
-from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, SampleOrigin, SampleRows
+from maxbatch.data.stream.samples import (
+    MAX_SHUFFLED_ROWS,
+    Epochs,
+    Indices,
+    InTurn,
+    Mixed,
+    SampleOrigin,
+    SampleRows,
+)
 from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
@@ -33,17 +43,18 @@ _FAR_AHEAD_S = 10.0  # seconds of training to read ahead from an object store
 class Stream:
     """Samples by index; any index costs the same.
 
-    A training stream is endless. With one source, epoch e is samples e n to (e + 1) n - 1, n = `samples_per_epoch`, and
-    each epoch permutes the same rows. In a mixture, the count of each source in any 1000 consecutive samples is within
-    one of its share. Each source has its own epochs: after m samples of a source with n rows, its next sample is sample
-    m mod n of its epoch m // n. So a small source repeats more often than a large one of the same weight.
+    A training stream is endless. With one source, epoch e is samples e n to (e + 1) n - 1, n =
+    `samples_per_epoch`, and each epoch permutes the same rows. In a mixture, the count of each
+    source in any 1000 consecutive samples is within one of its share. Each source has its own
+    epochs: after m samples of a source with n rows, its next sample is sample m mod n of its epoch
+    m // n. So a small source repeats more often than a large one of the same weight.
 
     A held-out stream is its n rows once, in order; a mixture's sources follow each other.
 
-    A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of the row, 0 at
-    padding), `weights` float32 (loss weight of token t as a target, predicted from the tokens before it in its segment:
-    0 at the first token of each segment and at padding, else 1). A sample of several rows, such as a pair of answers,
-    has L slots for each.
+    A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of
+    the row, 0 at padding), `weights` float32 (loss weight of token t as a target, predicted from
+    the tokens before it in its segment: 0 at the first token of each segment and at padding, else
+    1). A sample of several rows, such as a pair of answers, has L slots for each.
     """
 
     samples: SampleRows
@@ -76,7 +87,9 @@ class Stream:
         return {name: array[0] for name, array in self.batch([operator.index(index)]).items()}
 
     def batch(self, indices: Indices) -> RowArrays:
-        """Returns the samples with these indices, in their order, as arrays [n, L]; cheaper than one at a time."""
+        """Returns the samples with these indices, in their order, as arrays [n, L]; cheaper than
+        one at a time.
+        """
         if len(indices):
             self._check(min(indices))
             self._check(max(indices))
@@ -100,17 +113,20 @@ class Stream:
         return self.samples.counts(position)
 
     def reader_of(self, order: Order) -> Reader:
-        """Returns a reader of the samples of `order`, such as one host's rows; the caller must close it."""
+        """Returns a reader of the samples of `order`, such as one host's rows; the caller must
+        close it.
+        """
         return Reader(self.batch, self.samples.row_length, order, self.ahead)
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures of an epoch.
 
         Returns:
-          `samples`, `slots`, `tokens` (with special tokens, without padding), `packing_efficiency` (tokens per slot),
-          `documents`, `skipped_records` (of the whole dataset); of conversations also `overlong_records`,
-          `trained_tokens` and `trained_tokens_per_sample` (`mean` and `std`). Of a mixture, the sums over all sources,
-          each once, and `sources`: the same figures of each source by name, and its `weight` in a training stream.
+          `samples`, `slots`, `tokens` (with special tokens, without padding), `packing_efficiency`
+          (tokens per slot), `documents`, `skipped_records` (of the whole dataset); of conversations
+          also `overlong_records`, `trained_tokens` and `trained_tokens_per_sample` (`mean` and
+          `std`). Of a mixture, the sums over all sources, each once, and `sources`: the same
+          figures of each source by name, and its `weight` in a training stream.
         """
         return self.samples.stats()
 
@@ -122,14 +138,20 @@ class Stream:
 
 
 @overload
-def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
+def open_stream(
+    config: Config | ConfigDict | StreamConfig, split: Literal["train"] = "train"
+) -> Stream: ...
 
 
 @overload
-def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
+def open_stream(
+    config: Config | ConfigDict | StreamConfig, split: Literal["eval"]
+) -> Stream | None: ...
 
 
-def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
+def open_stream(
+    config: Config | ConfigDict | StreamConfig, split: Literal["train", "eval"] = "train"
+) -> Stream | None:
     """Opens the training or the held-out stream (None without held-out data); tokenises new data.
 
     Raises:
@@ -155,14 +177,24 @@ def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["trai
         samples = _mixed(config, mixture, sources, held_out)
         identity |= _mixture_identity(config, sources)
     if not held_out:
-        identity |= {f"source {i}: weight": source.weights_text for i, source in enumerate(mixture or ())}
+        identity |= {
+            f"source {i}: weight": source.weights_text for i, source in enumerate(mixture or ())
+        }
         identity |= order_identity(config)
     has_epochs = mixture is None or held_out
-    samples_per_epoch = sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
-    is_far = any(source.store_folder and is_remote(source.store_folder) for source in sources.values())
+    samples_per_epoch = (
+        sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
+    )
+    is_far = any(
+        source.store_folder and is_remote(source.store_folder) for source in sources.values()
+    )
     seconds = _FAR_AHEAD_S if is_far else 0.0
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size, seconds)
-    notes = tuple(f"{name}: {text}" if name else text for name, source in sources.items() for text in source.notes)
+    notes = tuple(
+        f"{name}: {text}" if name else text
+        for name, source in sources.items()
+        for text in source.notes
+    )
     return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead, notes)
 
 
@@ -185,7 +217,10 @@ def _open_sources(
 
 
 def _mixed(
-    config: StreamConfig, mixture: tuple[MixtureSource, ...], sources: dict[str, SourceRows], held_out: bool
+    config: StreamConfig,
+    mixture: tuple[MixtureSource, ...],
+    sources: dict[str, SourceRows],
+    held_out: bool,
 ) -> Mixed:
     seen: Counter[str] = Counter()
     parts = {}
@@ -213,7 +248,9 @@ def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> I
 
 
 def _epochs(config: StreamConfig, source: SourceRows, name: str | None) -> Epochs:
-    """Returns the epochs of a source, shuffled by `name` if the config shuffles; in order if `name` is None."""
+    """Returns the epochs of a source, shuffled by `name` if the config shuffles; in order if `name`
+    is None.
+    """
     if name is None or not config.enable_data_shuffling:
         return Epochs(source.rows, shuffle=None)
     if source.rows.num_rows > MAX_SHUFFLED_ROWS:

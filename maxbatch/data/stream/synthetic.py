@@ -1,12 +1,12 @@
 """Rows without a file: text-like, learnable, computed from their index.
 
-A row is words of three letters and a space. The first three words spell the row's number, so every row is unique and
-recognisable. The others come from the dataset's lexicon, at one of a few strides through it: a model learns letters
-first, then words, then possible successors, and last to infer the stride. One word in 16 is random, so no model reaches
-a loss of zero.
+A row is words of three letters and a space. The first three words spell the row's number, so every
+row is unique and recognisable. The others come from the dataset's lexicon, at one of a few strides
+through it: a model learns letters first, then words, then possible successors, and last to infer
+the stride. One word in 16 is random, so no model reaches a loss of zero.
 
-Row i depends only on the seed and i, so row 10^9 costs as much as row 0. A row is one document of exactly L tokens, so
-`packing`, `add_bos` and `add_eos` have no effect.
+Row i depends only on the seed and i, so row 10^9 costs as much as row 0. A row is one document of
+exactly L tokens, so `packing`, `add_bos` and `add_eos` have no effect.
 
 Legend: n rows asked for, L row length, K words of a row after its number, W words of the lexicon.
 """
@@ -37,9 +37,17 @@ class SyntheticRows:
     conversations: ConversationFigures | None = None
 
     def __init__(
-        self, samples: int, row_length: int, seed: int, token_range: int, split: HeldOutFraction, held_out: bool
+        self,
+        samples: int,
+        row_length: int,
+        seed: int,
+        token_range: int,
+        split: HeldOutFraction,
+        held_out: bool,
     ):
-        """Describes one split of `samples` rows; tokens are below `token_range`, and ASCII if that is at least 128."""
+        """Describes one split of `samples` rows; tokens are below `token_range`, and ASCII if that
+        is at least 128.
+        """
         self.row_length = row_length
         self.num_rows = self.num_documents = split.count(samples, held_out)
         self.num_tokens = self.num_rows * row_length
@@ -48,7 +56,9 @@ class SyntheticRows:
         digest = hashlib.blake2b(f"synthetic {seed}".encode(), digest_size=8).digest()
         self._key = np.frombuffer(digest, np.uint64)
         self._letters, self._space = _alphabet(token_range)
-        draw_Wx3 = _mixed(self._key + np.arange(1, 3 * _WORDS + 1, dtype=np.uint64)).reshape(_WORDS, 3)
+        draw_Wx3 = _mixed(self._key + np.arange(1, 3 * _WORDS + 1, dtype=np.uint64)).reshape(
+            _WORDS, 3
+        )
         self._lexicon_Wx4 = np.full((_WORDS, 4), self._space, np.int32)
         for place, letters in enumerate(self._letters):
             self._lexicon_Wx4[:, place] = letters[draw_Wx3[:, place] % np.uint64(len(letters))]
@@ -58,21 +68,33 @@ class SyntheticRows:
             rows_n = [self._split.record(int(row), self._held_out) for row in rows_n]
         number_n = np.asarray(rows_n, np.uint64)
         hash_nx1 = _mixed(self._key ^ _mixed(number_n))[:, None]
-        place_1xK = np.arange(max(0, -(-self.row_length // 4) - _NUMBER_WORDS), dtype=np.uint64)[None, :]
+        place_1xK = np.arange(max(0, -(-self.row_length // 4) - _NUMBER_WORDS), dtype=np.uint64)[
+            None, :
+        ]
         stride_nx1 = _STRIDES[hash_nx1 >> np.uint64(8) & np.uint64(len(_STRIDES) - 1)]
         draw_nxK = _mixed(hash_nx1 + place_1xK + np.uint64(1))
         word_nxK = np.where(
-            draw_nxK % np.uint64(_NOISE) == 0, draw_nxK >> np.uint64(32), hash_nx1 + stride_nx1 * place_1xK
+            draw_nxK % np.uint64(_NOISE) == 0,
+            draw_nxK >> np.uint64(32),
+            hash_nx1 + stride_nx1 * place_1xK,
         ) % np.uint64(_WORDS)
         words_nxKx4 = np.concatenate([self._spelled(number_n), self._lexicon_Wx4[word_nxK]], axis=1)
-        tokens_nxL = words_nxKx4.reshape(len(number_n), 4 * words_nxKx4.shape[1])[:, : self.row_length]
+        tokens_nxL = words_nxKx4.reshape(len(number_n), 4 * words_nxKx4.shape[1])[
+            :, : self.row_length
+        ]
         weights_nxL = np.ones(tokens_nxL.shape, np.float32)
         weights_nxL[:, 0] = 0
         segments_nxL = np.ones(tokens_nxL.shape, np.int32)
-        return {"tokens": np.ascontiguousarray(tokens_nxL), "segments": segments_nxL, "weights": weights_nxL}
+        return {
+            "tokens": np.ascontiguousarray(tokens_nxL),
+            "segments": segments_nxL,
+            "weights": weights_nxL,
+        }
 
     def _spelled(self, number_n: np.ndarray) -> np.ndarray:
-        """Returns int32[n, 3, 4]: the numbers in letters, lowest digit first; ASCII words reach 10^10."""
+        """Returns int32[n, 3, 4]: the numbers in letters, lowest digit first; ASCII words reach
+        10^10.
+        """
         words_nx3x4 = np.full((len(number_n), _NUMBER_WORDS, 4), self._space, np.int32)
         for word in range(_NUMBER_WORDS):
             for place, letters in enumerate(self._letters):

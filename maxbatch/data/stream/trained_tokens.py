@@ -1,4 +1,6 @@
-"""Numbers of trained tokens in conversations: per split, per source of a mixture, and per update."""
+"""Numbers of trained tokens in conversations: per split, per source of a mixture, and per
+update.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ class TrainedShare(NamedTuple):
 
 
 def trained_tokens_of_update(shares: Sequence[TrainedShare], batch_size: int) -> dict[str, float]:
-    """Returns `mean` and standard deviation (`std`) of the trained tokens in an update of B shuffled rows.
+    """Returns `mean` and standard deviation (`std`) of the trained tokens in an update of B
+    shuffled rows.
 
-    The rows of a source are drawn from its epoch without replacement (Cochran 1977, Sampling Techniques, theorem 2.2);
-    an update longer than an epoch has all of its rows.
+    The rows of a source are drawn from its epoch without replacement (Cochran 1977, Sampling
+    Techniques, theorem 2.2); an update longer than an epoch has all of its rows.
     """
     mean = variance = 0.0
     for weight, tokens in shares:

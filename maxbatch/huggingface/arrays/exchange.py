@@ -1,8 +1,10 @@
-"""Tensors of a Hugging Face folder onto the devices of several hosts, each of which reads a share of them.
+"""Tensors of a Hugging Face folder onto the devices of several hosts, each of which reads a share
+of them.
 
-A device's part of a parameter is rarely contiguous in a file: if the mesh splits the columns of a tensor, every host
-would read nearly all of it. So every device reads an equal, contiguous share of rows, and the devices exchange them for
-their parts, one layer's tensor at a time. Together the hosts read each tensor once.
+A device's part of a parameter is rarely contiguous in a file: if the mesh splits the columns of a
+tensor, every host would read nearly all of it. So every device reads an equal, contiguous share of
+rows, and the devices exchange them for their parts, one layer's tensor at a time. Together the
+hosts read each tensor once.
 
 Shapes: R rows and C columns of a tensor, or of the part of it that is a parameter's.
 """
@@ -23,8 +25,11 @@ from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 
 
-def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a parameter of matrices. Every host of its mesh must call this, for the same parameters in one order.
+def read_shared(
+    stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Returns a parameter of matrices. Every host of its mesh must call this, for the same
+    parameters in one order.
 
     Args:
       stored: the tensors by name.
@@ -34,36 +39,51 @@ def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: j
     assert isinstance(abstract.sharding, NamedSharding)
     exchange = exchange_of(place, abstract.sharding, len(abstract.shape))
     add = adder_of(place, abstract.sharding, exchange)
-    # Values that are multiplied are rounded to the parameter's type once, afterwards, as on a single host.
+    # Values that are multiplied are rounded to the parameter's type once, afterwards, as on a
+    # single host.
     dtype = abstract.dtype if place.layout.factor == 1.0 else np.dtype(np.float32)
-    found = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
+    found = jax.jit(
+        lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
+    )()
     with ThreadPoolExecutor() as threads:
         for number, name in enumerate(place.names):
             tensor_RxC = _by_rows(stored[name], place, exchange[0], dtype, threads)
-            # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
+            # Of two programs in flight on CPU devices, each can hold threads that the other's
+            # collectives wait for.
             found = add(found.block_until_ready(), tensor_RxC, np.int32(number))
     whole: jax.Array = found.block_until_ready()
     return whole
 
 
 def exchange_of(place: TensorPlace, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
-    """Returns the successive shardings of a tensor, from equal shares of rows to the parameter's parts.
+    """Returns the successive shardings of a tensor, from equal shares of rows to the parameter's
+    parts.
 
-    First the rows are gathered along mesh axes that do not split the parameter, then exchanged along the others. In one
-    move the compiler would give every device the whole tensor.
+    First the rows are gathered along mesh axes that do not split the parameter, then exchanged
+    along the others. In one move the compiler would give every device the whole tensor.
     """
-    by_axis = [*sharding.spec, *[None] * (num_axes - len(sharding.spec))][num_axes - len(place.shape) :]
+    by_axis = [*sharding.spec, *[None] * (num_axes - len(sharding.spec))][
+        num_axes - len(place.shape) :
+    ]
     of_tensor = [by_axis[axes[0]] for axes in place.layout.axes]
-    splitting = [axis for axes in of_tensor for axis in ((axes,) if isinstance(axes, str) else axes or ())]
+    splitting = [
+        axis for axes in of_tensor for axis in ((axes,) if isinstance(axes, str) else axes or ())
+    ]
     others = [axis for axis in sharding.mesh.axis_names if axis not in splitting]
     steps = [P((*splitting, *others)), P(tuple(splitting)), P(*of_tensor)]
     return [NamedSharding(sharding.mesh, step) for step in steps]
 
 
 def _by_rows(
-    tensor: StoredTensor, place: TensorPlace, sharding: NamedSharding, dtype: np.dtype, threads: ThreadPoolExecutor
+    tensor: StoredTensor,
+    place: TensorPlace,
+    sharding: NamedSharding,
+    dtype: np.dtype,
+    threads: ThreadPoolExecutor,
 ) -> jax.Array:
-    """Returns a parameter's part of a tensor, split evenly by rows, with rows of zeros at its end."""
+    """Returns a parameter's part of a tensor, split evenly by rows, with rows of zeros at its
+    end.
+    """
     num_rows, num_columns = place.part_shape
     share = -(-num_rows // sharding.num_devices)
     shape = (share * sharding.num_devices, num_columns)
@@ -80,7 +100,9 @@ def _by_rows(
         return held
 
     indices = sharding.addressable_devices_indices_map(shape)
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(threads.map(rows_of, indices.items())))
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, list(threads.map(rows_of, indices.items()))
+    )
 
 
 def adder_of(

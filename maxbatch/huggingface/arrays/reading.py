@@ -22,10 +22,21 @@ from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of, shown, shown_path
 from maxbatch.huggingface.arrays.exchange import read_shared
-from maxbatch.huggingface.arrays.tensors import NOT_PARAMETERS, TensorPlace, layouts_of, parameter_places, tensor_shapes
+from maxbatch.huggingface.arrays.tensors import (
+    NOT_PARAMETERS,
+    TensorPlace,
+    layouts_of,
+    parameter_places,
+    tensor_shapes,
+)
 from maxbatch.huggingface.folder.config_json import CONFIG_FILE, end_tokens
 from maxbatch.huggingface.folder.hub import folder_of
-from maxbatch.huggingface.folder.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
+from maxbatch.huggingface.folder.safetensors import (
+    DTYPES,
+    StoredTensor,
+    stored_tensors,
+    tensor_files,
+)
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
@@ -36,7 +47,8 @@ from maxbatch.system.storage import AnyPath, as_path, read_range
 from maxbatch.system.watched_files import Stamp, changed
 
 _MOST_NAMES = 3  # of tensors in a message
-_PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
+# of a layer that predicts further tokens
+_PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")
 _OF_SUMS = "sums "  # prefix of an identity made of checksums of whole files
 _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
@@ -51,7 +63,9 @@ class HuggingFaceFolder:
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config that its `config.json` states, with "key=value" texts over it."""
-        return load_config(overrides=["model_name=auto", f"load_parameters_path={self._path}", *overrides])
+        return load_config(
+            overrides=["model_name=auto", f"load_parameters_path={self._path}", *overrides]
+        )
 
     @property
     def _folder(self) -> AnyPath:
@@ -64,7 +78,8 @@ class HuggingFaceFolder:
 
     @property
     def identity(self) -> str:
-        """A hash of everything read from it: `config.json`, the ids that end a text, and the files of its tensors.
+        """A hash of everything read from it: `config.json`, the ids that end a text, and the files
+        of its tensors.
 
         If all hosts have the files in a store, it uses the store's checksums and reads no object.
         """
@@ -73,9 +88,13 @@ class HuggingFaceFolder:
         return self._hashed(self._of_sums(sums) if all(gather(all(sums))) else self._of_blocks())
 
     def identity_like(self, other: str) -> str:
-        """Returns the identity in the form of another one, for a copy on a disk or in another store."""
+        """Returns the identity in the form of another one, for a copy on a disk or in another
+        store.
+        """
         self._stamps = self._stamped()
-        return self._hashed(self._of_own_sums() if other.startswith(_OF_SUMS) else self._of_blocks())
+        return self._hashed(
+            self._of_own_sums() if other.startswith(_OF_SUMS) else self._of_blocks()
+        )
 
     def _hashed(self, identity: str) -> str:
         self._identity = identity
@@ -97,7 +116,9 @@ class HuggingFaceFolder:
         else:
             is_same = bool(self._identity) and self._of_blocks(alone=True) == self._identity
         if not is_same:
-            names = [name for name in {**self._stamps, **now} if now.get(name) != self._stamps.get(name)]
+            names = [
+                name for name in {**self._stamps, **now} if now.get(name) != self._stamps.get(name)
+            ]
             raise changed(as_path(names[0]))
         self._stamps = now
 
@@ -112,7 +133,8 @@ class HuggingFaceFolder:
     def _of_blocks(self, alone: bool = False) -> str:
         """Returns the identity by the content itself.
 
-        Hosts that see the same files hash a share of the blocks each. A host with files of its own hashes them all.
+        Hosts that see the same files hash a share of the blocks each. A host with files of its own
+        hashes them all.
 
         Args:
           alone: whether this host hashes all of them, because the others need not call it.
@@ -125,20 +147,25 @@ class HuggingFaceFolder:
         is_shared = not alone and len({json.dumps(one) for one in gather(seen)}) == 1
         host, num_hosts = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         mine = parts[len(parts) * host // num_hosts : len(parts) * (host + 1) // num_hosts]
-        total = sum(_number(f"{one.file.name} {one.begin} {one.end}".encode(), hashed)
-                    for one, hashed in zip(mine, digests(mine), strict=True))  # fmt: skip
+        total = sum(
+            _number(f"{one.file.name} {one.begin} {one.end}".encode(), hashed)
+            for one, hashed in zip(mine, digests(mine), strict=True)
+        )
         if is_shared:
             total = sum(int(text, 16) for text in gather(f"{total:x}"))
         return f"{(total + _number(stated, b'')) % (1 << 128):032x}"
 
     @property
     def old_identity(self) -> str:
-        """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB spread over each.
+        """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB
+        spread over each.
 
         Checkpoints of adapters from before origins were pinned identify their model by it.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for file in sorted([self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str):
+        for file in sorted(
+            [self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str
+        ):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             last = max(0, size - _BLOCK_BYTES)
@@ -155,15 +182,16 @@ class HuggingFaceFolder:
         """Returns None: it holds a whole model."""
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
-        """Returns a function that reads its parameters: those of `abstract_params`, or some of them.
+        """Returns a function that reads its parameters: those of `abstract_params`, or some of
+        them.
 
-        A host cuts the parts of its devices from memory maps of the files, one tensor at a time, each once, and turns
-        them into the parameter's order of axes. Of several hosts each reads a share of the rows. The largest parameters
-        come first, while most memory is free.
+        A host cuts the parts of its devices from memory maps of the files, one tensor at a time,
+        each once, and turns them into the parameter's order of axes. Of several hosts each reads a
+        share of the rows. The largest parameters come first, while most memory is free.
 
         Raises:
-          ConfigError: tensors are missing, unexpected, or differ from the config in shape or type. The function raises
-            it for a file that is no longer the one that was hashed.
+          ConfigError: tensors are missing, unexpected, or differ from the config in shape or type.
+            The function raises it for a file that is no longer the one that was hashed.
         """
         self._stamps = self._stamps or self._stamped()
         stored = stored_tensors(self._folder)
@@ -178,31 +206,47 @@ class HuggingFaceFolder:
         def read(part: State) -> State:
             leaves = jax.tree.leaves_with_path(part)
             found: dict[int, jax.Array] = {}
-            for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+            for number in sorted(
+                range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)
+            ):
                 keys, abstract = leaves[number]
                 path = parameter_path(keys)
-                found[number] = _read(stored, places[path], abstract) if path in places else zeros_of(abstract)
+                found[number] = (
+                    _read(stored, places[path], abstract) if path in places else zeros_of(abstract)
+                )
             self._check_unchanged()
-            whole: State = jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
+            whole: State = jax.tree.unflatten(
+                jax.tree.structure(part), [found[i] for i in range(len(leaves))]
+            )
             return whole
 
         return read
 
 
 def _number(stated: bytes, hashed: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(stated + b"\0" + hashed, digest_size=16).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(stated + b"\0" + hashed, digest_size=16).digest(), "little"
+    )
 
 
 def _without_bias(config: ModelConfig, abstract_params: State) -> State:
-    """Returns the parameters that a folder of the family holds: routers begin without a bias if it has none."""
+    """Returns the parameters that a folder of the family holds: routers begin without a bias if it
+    has none.
+    """
     flat = nnx.to_flat_state(abstract_params)
     layouts = layouts_of(config)
-    state: State = nnx.from_flat_state(item for item in flat if item[0][-1] != ROUTED_BIAS or item[0] in layouts)
+    state: State = nnx.from_flat_state(
+        item for item in flat if item[0][-1] != ROUTED_BIAS or item[0] in layouts
+    )
     return state
 
 
-def _without_predicting(stored: dict[str, StoredTensor], num_layers: int) -> dict[str, StoredTensor]:
-    """Returns the tensors without the layers after the last one, with which DeepSeek's models predict more tokens."""
+def _without_predicting(
+    stored: dict[str, StoredTensor], num_layers: int
+) -> dict[str, StoredTensor]:
+    """Returns the tensors without the layers after the last one, with which DeepSeek's models
+    predict more tokens.
+    """
     layers = {name: _PREDICTING.match(name) for name in stored}
     extra = {found[1] for found in layers.values() if found and int(found[2]) >= num_layers}
     return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
@@ -210,26 +254,35 @@ def _without_predicting(stored: dict[str, StoredTensor], num_layers: int) -> dic
 
 def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns zeros in the place of a parameter."""
-    zeros: jax.Array = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
+    zeros: jax.Array = jax.jit(
+        lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
+    )()
     return zeros
 
 
 Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter
 
 
-def _read(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def _read(
+    stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
     """Returns one parameter, each device holding its own part."""
     assert abstract.sharding is not None
     if not abstract.sharding.is_fully_addressable and len(place.part_shape) == 2:
         return read_shared(stored, place, abstract)
     cuts: dict[jax.Device, Cut] = {}
     for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
-        edges = (cut.indices(size)[:2] for cut, size in zip(index or (), abstract.shape, strict=True))
+        edges = (
+            cut.indices(size)[:2] for cut, size in zip(index or (), abstract.shape, strict=True)
+        )
         cuts[device] = tuple(edges)
     parts = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
     arrays = [jax.device_put(parts[cut], device) for device, cut in cuts.items()]
-    array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype)
-    whole: jax.Array = array.block_until_ready()  # of accelerators; the parts are then no longer needed
+    array = jax.make_array_from_single_device_arrays(
+        abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype
+    )
+    # of accelerators; the parts are then no longer needed
+    whole: jax.Array = array.block_until_ready()
     return whole
 
 
@@ -245,13 +298,18 @@ def _parts(
             if not wanted:
                 continue
             tensor = place.cut(stored[name].array())
-            inside = (tuple(slice(*edges) for edges in cut[len(cut) - row.ndim :]) for cut, row in wanted.items())
+            inside = (
+                tuple(slice(*edges) for edges in cut[len(cut) - row.ndim :])
+                for cut, row in wanted.items()
+            )
             list(threads.map(copy_by_lines, [tensor[cut] for cut in inside], wanted.values()))
     return parts
 
 
 def _row_of(cut: Cut, part: np.ndarray, index: tuple[int, ...]) -> np.ndarray | None:
-    """Returns a view of a layer, or of one of its experts, in a part of the parameter; None if it is not there."""
+    """Returns a view of a layer, or of one of its experts, in a part of the parameter; None if it
+    is not there.
+    """
     edges = list(zip(index, cut, strict=False))
     if not all(begin <= number < end for number, (begin, end) in edges):
         return None
@@ -260,20 +318,33 @@ def _row_of(cut: Cut, part: np.ndarray, index: tuple[int, ...]) -> np.ndarray | 
 
 
 def _check_tensors(
-    folder: AnyPath, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], tied_output: str
+    folder: AnyPath,
+    stored: dict[str, StoredTensor],
+    expected: dict[str, tuple[int, ...]],
+    tied_output: str,
 ) -> None:
     if missing := [name for name in expected if name not in stored]:
-        raise ConfigError(f"{shown_path(folder)}: lacks {_some(missing)}, which a model of these keys has")
+        raise ConfigError(
+            f"{shown_path(folder)}: lacks {_some(missing)}, which a model of these keys has"
+        )
     known = {name for name in stored if name.endswith(NOT_PARAMETERS) or name == tied_output}
     if unexpected := sorted(stored.keys() - expected.keys() - known):
-        raise ConfigError(f"{shown_path(folder)}: holds {_some(unexpected)}, which a model of these keys does not have")
+        raise ConfigError(
+            f"{shown_path(folder)}: holds {_some(unexpected)}, which a model of these keys does "
+            "not have"
+        )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             theirs, ours = (list(shape) for shape in (stored[name].shape, shape))
-            raise ConfigError(f"{shown_path(folder)}: {name} has the shape {theirs}; the model keys make it {ours}")
+            raise ConfigError(
+                f"{shown_path(folder)}: {name} has the shape {theirs}; the model keys make it "
+                f"{ours}"
+            )
         if stored[name].dtype not in DTYPES:
             dtype, works = shown(stored[name].dtype), ", ".join(DTYPES)
-            raise ConfigError(f"{shown_path(folder)}: {name} has the type {dtype}; must be one of {works}")
+            raise ConfigError(
+                f"{shown_path(folder)}: {name} has the type {dtype}; must be one of {works}"
+            )
 
 
 def _some(names: list[str]) -> str:

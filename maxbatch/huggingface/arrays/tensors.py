@@ -1,4 +1,6 @@
-"""The tensors of Hugging Face's models: the place of each parameter in them, and the order of its axes there."""
+"""The tensors of Hugging Face's models: the place of each parameter in them, and the order of its
+axes there.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +36,32 @@ Axes = tuple[tuple[int, ...], ...]
 
 
 class TensorLayout(NamedTuple):
-    """One parameter's place in a tensor; {layer} and {expert} in the name stand for the numbers of its parts."""
+    """One parameter's place in a tensor; {layer} and {expert} in the name stand for the numbers of
+    its parts.
+    """
 
     name: str
     axes: Axes  # for each axis of the tensor the parameter's axes that it joins, the outer first
-    joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
+    # the parameters that the tensor holds one after another, if several
+    joined: tuple[ParameterPath, ...] = ()
     joined_axis: int = 0  # the tensor's axis along which they follow each other
     has_experts: bool = False  # whether the tensor holds all experts
     alternates: bool = False  # whether its parameters take turns along the joined axis
-    heads: int = 1  # each of so many heads has its own rows of every parameter, one head after another
+    # each of so many heads has its own rows of every parameter, one head after another
+    heads: int = 1
     is_float32: bool = False  # whether it is float32 whatever the type of the others
     factor: float = 1.0  # of the parameter over the tensor
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
+        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one
+        layer and expert).
+        """
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
-        """Returns a part of the tensor as a parameter of this shape; for NumPy a view, unless it has a factor."""
+        """Returns a part of the tensor as a parameter of this shape; for NumPy a view, unless it
+        has a factor.
+        """
         order = [axis for group in self.axes for axis in group]
         parameter = part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
         return parameter if self.factor == 1.0 else _times(parameter, self.factor)
@@ -77,7 +87,9 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
     for row, name in names.items():
         inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
         is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
-        axes: Axes = (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
+        axes: Axes = (
+            (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
+        )
         holds_experts = row.per_expert and "{expert}" not in name
         if holds_experts:
             inputs, outputs = row.groups
@@ -86,14 +98,27 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
         if row.is_convolution:  # its channels have one input each, on an axis of its own
             outputs, width = outputs[:-1], outputs[-1:]
             axes = (outputs, (), width)
-        together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
+        together = tuple(
+            other.path for other in names if names[other] == name and other.layer == row.layer
+        )
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
         alternates = holds_experts and bool(joined) and family.experts_alternate
         module = name.rpartition(".")[0]
-        heads = next((axis for one, axis in family.by_head.items() if module.endswith(f".{one}")), None)
+        heads = next(
+            (axis for one, axis in family.by_head.items() if module.endswith(f".{one}")), None
+        )
         num_heads = axis_sizes(model)[heads] if heads and joined else 1
-        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, num_heads, row.is_float32,
-                                       weight_factor(model, row.path))  # fmt: skip
+        found[row.path] = TensorLayout(
+            name,
+            axes,
+            joined,
+            along,
+            holds_experts,
+            alternates,
+            num_heads,
+            row.is_float32,
+            weight_factor(model, row.path),
+        )
     return found
 
 
@@ -101,7 +126,10 @@ def _tensor(family: Family, row: Parameter) -> str | None:
     """Returns the name of the tensor that holds a parameter; None if the family has none."""
     within = ".".join(row.path[len(row.layer) :])
     module = family.modules.get(re.sub(r"[._](scale|bias)$", "", within))
-    before, after = f"{family.layer}." if row.is_stacked else "", "bias" if row.name.endswith("bias") else "weight"
+    before, after = (
+        f"{family.layer}." if row.is_stacked else "",
+        "bias" if row.name.endswith("bias") else "weight",
+    )
     if whole := family.tensors.get(within):
         return before + whole
     return module and f"{before}{module}.{after}"
@@ -112,7 +140,8 @@ class TensorPlace(NamedTuple):
 
     layout: TensorLayout
     shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
-    first: int  # where its part begins along the layout's joined axis; of several heads, in the rows of each
+    # where its part begins along the layout's joined axis; of several heads, in the rows of each
+    first: int
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
     first_layer: int = 0  # the number of the first layer that has one
     layer_step: int = 1  # layers of a cycle, of which one has one
@@ -127,12 +156,17 @@ class TensorPlace(NamedTuple):
     def names(self) -> list[str]:
         """The tensors' names, in the order of `parts`."""
         numbers = ((*(self.layers[layer] for layer in part[:1]), *part[1:]) for part in self.parts)
-        return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in numbers]
+        return [
+            self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False)))
+            for part in numbers
+        ]
 
     @property
     def layers(self) -> range:
         """The numbers of the layers that have one."""
-        return range(self.first_layer, self.first_layer + self.layer_step * self.stacked[0], self.layer_step)
+        return range(
+            self.first_layer, self.first_layer + self.layer_step * self.stacked[0], self.layer_step
+        )
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -151,17 +185,27 @@ class TensorPlace(NamedTuple):
     @property
     def indices(self) -> np.ndarray:
         """The indices of its part of a tensor along the joined axis."""
-        size, heads, turns = self.part_shape[self.layout.joined_axis], self.layout.heads, len(self.layout.joined)
+        size, heads, turns = (
+            self.part_shape[self.layout.joined_axis],
+            self.layout.heads,
+            len(self.layout.joined),
+        )
         found: np.ndarray = np.arange(size) * turns + self.first
         if not self.layout.alternates:
-            of_heads: np.ndarray = np.arange(heads)[:, None] * self.head_size + np.arange(size // heads)[None]
+            of_heads: np.ndarray = (
+                np.arange(heads)[:, None] * self.head_size + np.arange(size // heads)[None]
+            )
             found = self.first + of_heads.reshape(-1)
         return found
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor, or of several heads a copy, as the parameter of one layer and expert."""
+        """Returns a view of a tensor, or of several heads a copy, as the parameter of one layer and
+        expert.
+        """
         axis = self.layout.joined_axis
-        return self.layout.to_parameter(tensor[(slice(None),) * axis + (self._part(axis),)], self.shape)
+        return self.layout.to_parameter(
+            tensor[(slice(None),) * axis + (self._part(axis),)], self.shape
+        )
 
     def _part(self, axis: int) -> slice | np.ndarray:
         """Returns its part of a tensor along the joined axis."""
@@ -184,14 +228,17 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
 
     def rows_of_head(path: ParameterPath) -> int:
         layout, row = layouts[path], rows[path]
-        size = layout.shape(row.shape(model)[row.per_expert and not layout.has_experts :])[layout.joined_axis]
+        size = layout.shape(row.shape(model)[row.per_expert and not layout.has_experts :])[
+            layout.joined_axis
+        ]
         return size // layout.heads
 
     def place(path: ParameterPath) -> TensorPlace:
         if path not in layouts:
             name = ".".join(path)
             raise ConfigError(
-                f"decoder_block={model.decoder_block}: Hugging Face's family has no parameter like {name}"
+                f"decoder_block={model.decoder_block}: Hugging Face's family has no parameter "
+                f"like {name}"
             )
         layout, row = layouts[path], rows[path]
         stacked = shapes[path][: row.is_stacked]

@@ -1,4 +1,6 @@
-"""Models as Hugging Face folders: `config.json`, `generation_config.json`, safetensors and the tokenizer's files."""
+"""Models as Hugging Face folders: `config.json`, `generation_config.json`, safetensors and the
+tokenizer's files.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,28 @@ from maxbatch.training.weights.checkpoint_reading import RemovedError, StoredChe
 from maxbatch.training.weights.origin import Reader, Source
 from maxbatch.training.weights.parameters import open_parameters, open_source, placed, this_host
 
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
+# of dtypes in safetensors files
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 _WRITTEN = re.compile(
     r"(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors|model\.safetensors\.index\.json|(generation_|adapter_)?config\.json"
 )
 _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
-def export_model(model: str, output: str, dtype: str | None, averaged: bool = False, base: str = "") -> str:
+def export_model(
+    model: str, output: str, dtype: str | None, averaged: bool = False, base: str = ""
+) -> str:
     """Writes a model as a Hugging Face folder, atomically; returns a summary to print.
 
     Args:
@@ -62,7 +74,8 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
       base: where the model that a run's adapters adapt is now; "": at the path that the run states.
 
     Raises:
-      ConfigError: there is no such model, its family cannot express its keys, or the output is not empty.
+      ConfigError: there is no such model, its family cannot express its keys, or the output is not
+        empty.
     """
     target, source = new_folder(output), open_source(model, averaged, base)
     while True:
@@ -81,23 +94,33 @@ def _written(source: Source, model: str, target: AnyPath, output: str, dtype: st
     overrides = ["weight_dtype=float32"] if imported else []
     config = source.config(overrides)
     if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
-        config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
+        # one of zeros if the model has none
+        config = source.config([*overrides, f"{ROUTED_BIAS}=true"])
     if config.model.capacity_factor > 0:
-        warn(f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's models drop nothing")
+        warn(
+            f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's "
+            "models drop nothing"
+        )
     abstract = placed(abstract_model(config.decoder)[1], this_host())
     read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
-    fields = config_json(config.decoder, written_as, imported_from or _token_ids(tokenizer_of(config.stream)))
+    fields = config_json(
+        config.decoder, written_as, imported_from or _token_ids(tokenizer_of(config.stream))
+    )
     places = parameter_places(config.model, abstract)
     generation = _generation(config.load_parameters_path, fields)
     with writing(output), writing_folder(target, CONFIG_FILE, is_exported) as folder:
-        num_files, num_bytes = _write_tensors(folder, places, _tensors(places, abstract, read, written_as), written_as)
+        num_files, num_bytes = _write_tensors(
+            folder, places, _tensors(places, abstract, read, written_as), written_as
+        )
         copy_tokenizer(config.data, folder)
         write_json(folder / GENERATION_FILE, generation)
         write_json(folder / CONFIG_FILE, fields)
     files = "1 file" if num_files == 1 else f"{num_files} files"
-    return f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
+    return (
+        f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
+    )
 
 
 def new_folder(output: str) -> AnyPath:
@@ -124,12 +147,15 @@ def is_exported(name: str) -> bool:
 
 def _dtype_of_folder(model: str) -> str:
     tensors = stored_tensors(folder_of(model, weights=True)).values()
-    stored = next(tensor.dtype for tensor in tensors if len(tensor.shape) > 1)  # biases may be float32 in any
+    # biases may be float32 in any
+    stored = next(tensor.dtype for tensor in tensors if len(tensor.shape) > 1)
     return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
 
 def _source(path: str) -> Json:
-    """Returns the fields of the folder that the parameters were imported from, if it still exists."""
+    """Returns the fields of the folder that the parameters were imported from, if it still
+    exists.
+    """
     return read_config_json(path) if path and is_huggingface_folder(path) else {}
 
 
@@ -138,14 +164,19 @@ def _token_ids(tokenizer: Tokenizer) -> Json:
 
 
 def _generation(path: str, fields: Json) -> Json:
-    """Returns the `generation_config.json` of the folder that a model was imported from, else its token ids."""
+    """Returns the `generation_config.json` of the folder that a model was imported from, else its
+    token ids.
+    """
     if path and has_generation_file(path):
         return read_config_json(path, GENERATION_FILE)
     return {name: fields.get(name) for name in TOKEN_IDS}
 
 
 def _write_tensors(
-    target: AnyPath, places: dict[tuple[str, ...], TensorPlace], tensors: Iterator[np.ndarray], dtype: str
+    target: AnyPath,
+    places: dict[tuple[str, ...], TensorPlace],
+    tensors: Iterator[np.ndarray],
+    dtype: str,
 ) -> tuple[int, int]:
     """Writes the tensors in files of at most 5 GB; returns the files' number and bytes."""
     shapes, dtypes = tensor_shapes(places), _dtypes(places, dtype)
@@ -174,7 +205,9 @@ def _write_tensors(
 
 
 def _dtypes(places: dict[tuple[str, ...], TensorPlace], dtype: str) -> dict[str, str]:
-    """Returns the types of the tensors, by name: float32 for a routers' bias, which a shorter type would round."""
+    """Returns the types of the tensors, by name: float32 for a routers' bias, which a shorter type
+    would round.
+    """
     return {
         name: DTYPE_NAMES["float32" if place.layout.is_float32 else dtype]
         for place in places.values()
@@ -198,7 +231,9 @@ def _names_in_order(places: dict[tuple[str, ...], TensorPlace]) -> Iterator[str]
 def _tensors(
     places: dict[tuple[str, ...], TensorPlace], abstract: State, read: Reader, dtype: str
 ) -> Iterator[np.ndarray]:
-    """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
+    """Yields the tensors in the order of their names; parameters are read when their tensors are
+    due.
+    """
     all_of_them = dict(nnx.to_flat_state(abstract))
     for group in _groups(places):
         part = read(nnx.from_flat_state((path, all_of_them[path]) for path in group))
@@ -207,8 +242,15 @@ def _tensors(
         place = places[group[0]]
         for index in place.parts:
             of_part = [array[index] for array in here]
-            parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_part, strict=True)]
-            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
+            parts = [
+                places[path].layout.from_parameter(part)
+                for path, part in zip(group, of_part, strict=True)
+            ]
+            joined = (
+                parts[0]
+                if len(parts) == 1
+                else np.concatenate(parts, axis=place.layout.joined_axis)
+            )
             if place.layout.alternates or place.layout.heads > 1:
                 indices = np.concatenate([places[path].indices for path in group])
                 joined = np.take(joined, np.argsort(indices), axis=place.layout.joined_axis)

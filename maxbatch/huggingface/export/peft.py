@@ -1,4 +1,5 @@
-"""Adapters in the format of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in the format of Hugging Face's PEFT: `adapter_config.json` and
+`adapter_model.safetensors`.
 
 Names and layouts are those of https://github.com/huggingface/peft, `src/peft/tuners/lora`.
 """
@@ -44,12 +45,16 @@ class Module(NamedTuple):
     layers: range  # the numbers of the layers that have it
     parts: tuple[AdaptedPart, ...]
     num_outputs: int
-    # Whether PEFT is to find it by its parameter. Where there are experts, PEFT 0.21 takes a module whose name ends as
-    # those of their matrices, such as the one of an MLP, for them.
+    # Whether PEFT is to find it by its parameter. Where there are experts, PEFT 0.21 takes a module
+    # whose name ends as those of their matrices, such as the one of an MLP, for them.
     is_by_parameter: bool
 
-    def adapter(self, layer: int, arrays: dict[ParameterPath, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns A, [n R, inputs], and B, [outputs, n R], of its n parts: the ranks of joined matrices add up."""
+    def adapter(
+        self, layer: int, arrays: dict[ParameterPath, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns A, [n R, inputs], and B, [outputs, n R], of its n parts: the ranks of joined
+        matrices add up.
+        """
         a_parts, columns = [], []
         for part in self.parts:
             a, b = arrays[part.target.a_path][layer], arrays[part.target.b_path][layer]
@@ -62,7 +67,9 @@ class Module(NamedTuple):
         return np.concatenate(a_parts), np.concatenate(columns, axis=1)
 
 
-def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = False, base_path: str = "") -> str:
+def export_adapters(
+    run: str, output: str, dtype: str | None, averaged: bool = False, base_path: str = ""
+) -> str:
     """Writes the adapters of a run as a PEFT folder, atomically; returns a summary to print.
 
     Args:
@@ -77,7 +84,9 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     """
     target = new_folder(output)
     config, base, adapters, params = load_adapters(run, averaged, base_path)
-    arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    arrays = {
+        parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)
+    }
     modules = _modules(adapters, base, parameter_places(config.model, base))
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {name: tensor.astype(DTYPES[stored_as]) for name, tensor in _tensors(modules, arrays)}
@@ -87,13 +96,19 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
             copy_tokenizer(config.data, folder)
             write_json(
-                folder / CONFIG_FILE, _config_json(config.decoder_block, config.load_parameters_path, adapters, modules)
+                folder / CONFIG_FILE,
+                _config_json(config.decoder_block, config.load_parameters_path, adapters, modules),
             )
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
+    return (
+        f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of "
+        f"{dtype or 'float32'}, in {output}"
+    )
 
 
-def _modules(adapters: Adapters, base: State, places: dict[ParameterPath, TensorPlace]) -> list[Module]:
+def _modules(
+    adapters: Adapters, base: State, places: dict[ParameterPath, TensorPlace]
+) -> list[Module]:
     targets = {target.path: target for target in adapters.targets(base)}
     found, has_experts = {}, any("experts" in path for path in places)
     for path in targets:
@@ -109,7 +124,9 @@ def _modules(adapters: Adapters, base: State, places: dict[ParameterPath, Tensor
     return list(found.values())
 
 
-def _tensors(modules: list[Module], arrays: dict[ParameterPath, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    modules: list[Module], arrays: dict[ParameterPath, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
     for module in modules:
         for index, layer in enumerate(module.layers):
             name = _PREFIX + module.name.format(layer=layer)
@@ -120,7 +137,10 @@ def _tensors(modules: list[Module], arrays: dict[ParameterPath, np.ndarray]) -> 
 
 def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: list[Module]) -> Json:
     # At most two components within a layer, since GPT-2's attention and MLP both have a c_proj.
-    names = {module: ".".join(module.name.rpartition("{layer}.")[2].split(".")[-2:]) for module in modules}
+    names = {
+        module: ".".join(module.name.rpartition("{layer}.")[2].split(".")[-2:])
+        for module in modules
+    }
     joined = {names[module]: len(module.parts) for module in modules if len(module.parts) > 1}
     by_parameter = {names[module] for module in modules if module.is_by_parameter}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha

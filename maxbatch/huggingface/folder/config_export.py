@@ -1,4 +1,6 @@
-"""Config keys as the `config.json` of a Hugging Face model, in the format of transformers 4, which 5 reads too."""
+"""Config keys as the `config.json` of a Hugging Face model, in the format of transformers 4, which
+5 reads too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that an exported model keeps from its imported folder; no key states them.
-_KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
+_KEPT = (
+    *TOKEN_IDS,
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "initializer_range",
+)
 # Defaults where a family lacks them.
 _ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type", "rope_truncate")
 # Latents have their own widths of keys and values.
@@ -35,8 +42,10 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
     """
     family = FAMILIES[config.decoder_block]
     if not family.model_type:
-        raise ConfigError(f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such family; "
-                          "works: a decoder_block whose family they have")  # fmt: skip
+        raise ConfigError(
+            f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such "
+            "family; works: a decoder_block whose family they have"
+        )
     has_rope = family.has_rope and not family.has_global_heads
     stated = _common(config) | family.fixed | _windows(config, family)
     stated |= _rope(config, family) if has_rope else {}
@@ -64,7 +73,9 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
     kept.setdefault("max_position_embeddings", config.max_target_length)
     if config.rope_type == "longrope":
         kept["original_max_position_embeddings"] = config.original_max_position_embeddings
-        kept["max_position_embeddings"] = round(config.rope_factor * config.original_max_position_embeddings)
+        kept["max_position_embeddings"] = round(
+            config.rope_factor * config.original_max_position_embeddings
+        )
     if not family.has_rope:
         kept["max_position_embeddings"] = max(config.trainable_position_size, 1)
     written = {family.fields.get(field, field): value for field, value in (kept | stated).items()}
@@ -88,7 +99,10 @@ def _common(config: DecoderConfig) -> Json:
 
 
 def _experts(config: DecoderConfig, family: Family) -> Json:
-    stated: Json = {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+    stated: Json = {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+    }
     width = moe_mlp_dim(config)
     stated["intermediate_size"] = config.base_mlp_dim
     if family.has_experts_beside_mlp:
@@ -113,19 +127,31 @@ def _chunks(config: DecoderConfig) -> Json:
         "interleave_moe_layer_step": config.interleave_moe_layer_step,
         "moe_layers": [layer for layer, form in enumerate(forms) if form.has_experts],
         "no_rope_layers": [int(form.has_rope) for form in forms],
-        "no_rope_layer_interval": config.nope_layer_interval if config.nope_layer_interval > 0 else layers + 1,
+        "no_rope_layer_interval": config.nope_layer_interval
+        if config.nope_layer_interval > 0
+        else layers + 1,
         "attention_chunk_size": config.chunk_attn_window_size or None,
-        "layer_types": ["chunked_attention" if form.is_local else "full_attention" for form in forms],
+        "layer_types": [
+            "chunked_attention" if form.is_local else "full_attention" for form in forms
+        ],
         "attn_temperature_tuning": config.temperature_tuning,
         "use_qk_norm": config.use_qk_norm,
     }
 
 
 def _global_heads(config: DecoderConfig, family: Family) -> Json:
-    """Returns the fields of Gemma 4's form: the heads of global layers, their RoPE, and what its small models have."""
-    proportional = {"rope_type": "proportional", "partial_rotary_factor": config.partial_rotary_factor}
+    """Returns the fields of Gemma 4's form: the heads of global layers, their RoPE, and what its
+    small models have.
+    """
+    proportional = {
+        "rope_type": "proportional",
+        "partial_rotary_factor": config.partial_rotary_factor,
+    }
     base = config.local_rope_max_timescale
-    local = {"rope_type": "default", "rope_theta": _plain(base if base > 0 else config.rope_max_timescale)}
+    local = {
+        "rope_type": "default",
+        "rope_theta": _plain(base if base > 0 else config.rope_max_timescale),
+    }
     return {
         "global_head_dim": global_head_dim(config),
         "num_global_key_value_heads": config.global_num_kv_heads or config.base_num_kv_heads,
@@ -144,7 +170,13 @@ def _global_heads(config: DecoderConfig, family: Family) -> Json:
 
 def _latents(config: DecoderConfig) -> Json:
     """Returns the fields of DeepSeek's form."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "routed_scaling_factor")
+    names = (
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "routed_scaling_factor",
+    )
     groups = max(1, config.n_routing_groups)
     return {
         **{name: config[name] for name in names},
@@ -163,7 +195,9 @@ def _latents(config: DecoderConfig) -> Json:
 
 
 def _delta_rule(config: DecoderConfig) -> Json:
-    """Returns the fields of a family whose layers have a gated delta rule, and every n-th one attention."""
+    """Returns the fields of a family whose layers have a gated delta rule, and every n-th one
+    attention.
+    """
     every = config.inhomogeneous_layer_cycle_interval
     return {
         "layer_types": [
@@ -184,7 +218,11 @@ def _activation(config: DecoderConfig, family: Family) -> str:
     """Returns the family's own name of an activation, if it has one."""
     ours = config.mlp_activations.partition(",")[0]
     usual: str = family.defaults.get("hidden_act", "silu")
-    return usual if ACTIVATIONS[usual] == ours else next(name for name in ACTIVATIONS if ACTIVATIONS[name] == ours)
+    return (
+        usual
+        if ACTIVATIONS[usual] == ours
+        else next(name for name in ACTIVATIONS if ACTIVATIONS[name] == ours)
+    )
 
 
 def _windows(config: DecoderConfig, family: Family) -> Json:
@@ -195,14 +233,18 @@ def _windows(config: DecoderConfig, family: Family) -> Json:
         return {"sliding_window": window}
     if family.local_every:
         return {
-            "sliding_window": window, "layer_types": types, "sliding_window_pattern": _pattern(types, family),
-        }  # fmt: skip
+            "sliding_window": window,
+            "layer_types": types,
+            "sliding_window_pattern": _pattern(types, family),
+        }
     if family.has_max_window_layers:
         first = local.index(True) if any(local) else len(local)
         return {
-            "use_sliding_window": any(local), "sliding_window": window, "max_window_layers": first,
+            "use_sliding_window": any(local),
+            "sliding_window": window,
+            "max_window_layers": first,
             "layer_types": types,
-        }  # fmt: skip
+        }
     return {}
 
 
@@ -226,7 +268,10 @@ def _rope(config: DecoderConfig, family: Family) -> Json:
     if kind != "linear":
         scaling["original_max_position_embeddings"] = config.original_max_position_embeddings
     if kind == "llama3":
-        scaling |= {"low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor}
+        scaling |= {
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+        }
     if kind == "yarn":
         scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
         scaling |= {} if config.rope_truncate else {"truncate": False}
@@ -241,8 +286,12 @@ def _rope(config: DecoderConfig, family: Family) -> Json:
 
 def _long_factors(config: DecoderConfig) -> Json:
     texts = {"short_factor": config.rope_short_factors, "long_factor": config.rope_long_factors}
-    factors: Json = {name: [float(word) for word in text.split(",")] for name, text in texts.items()}
-    return factors | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
+    factors: Json = {
+        name: [float(word) for word in text.split(",")] for name, text in texts.items()
+    }
+    return factors | (
+        {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
+    )
 
 
 def _plain(number: float) -> int | float:
@@ -264,7 +313,9 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)
         if key == "local_rope_max_timescale" and config.rope_type == "default":
-            ours, value = (base if base > 0 else config.rope_max_timescale for base in (ours, value))
+            ours, value = (
+                base if base > 0 else config.rope_max_timescale for base in (ours, value)
+            )
         if FAMILIES[config.decoder_block].has_latents:
             if key in _UNREAD_BY_LATENTS or (key == "mscale" and config.rope_type != "yarn"):
                 continue
@@ -272,7 +323,10 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
                 continue
             if key == "topk_routing_group" and ours == -1:
                 ours = config.n_routing_groups
-        if key in ("base_moe_mlp_dim", "base_mlp_dim") and FAMILIES[config.decoder_block].has_experts:
+        if (
+            key in ("base_moe_mlp_dim", "base_mlp_dim")
+            and FAMILIES[config.decoder_block].has_experts
+        ):
             continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not any(
             is_local_layer(config.attention_type, config.base_num_decoder_layers)
@@ -280,6 +334,6 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={value_text(config[key])}: Hugging Face's {name} cannot express it; works: a "
-                "decoder_block whose family can"
+                f"{key}={value_text(config[key])}: Hugging Face's {name} cannot express it; "
+                "works: a decoder_block whose family can"
             )

@@ -1,4 +1,6 @@
-"""The types and bounds of the fields of a Hugging Face `config.json`, which are checked before use."""
+"""The types and bounds of the fields of a Hugging Face `config.json`, which are checked
+before use.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +17,74 @@ _MOST_REAL = 1e30
 _WHOLE = {
     **dict.fromkeys(
         (
-            "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
-            "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
-            "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
-            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
-            "attention_chunk_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_num_key_heads", "linear_num_value_heads",
-            "global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "max_position_embeddings",
+            "original_max_position_embeddings",
+            "sliding_window",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "n_shared_experts",
+            "n_group",
+            "topk_group",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "intermediate_size_mlp",
+            "attention_chunk_size",
+            "shared_expert_intermediate_size",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            "hidden_size_per_layer_input",
             "vocab_size_per_layer_input",
         ),
         _MOST,
     ),
     **dict.fromkeys(
         (
-            "num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-            "first_k_dense_replace", "num_nextn_predict_layers", "interleave_moe_layer_step", "no_rope_layer_interval",
-            "full_attention_interval", "num_kv_shared_layers",
+            "num_hidden_layers",
+            "max_window_layers",
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            "first_k_dense_replace",
+            "num_nextn_predict_layers",
+            "interleave_moe_layer_step",
+            "no_rope_layer_interval",
+            "full_attention_interval",
+            "num_kv_shared_layers",
         ),
         _MOST_LAYERS,
     ),
-}  # fmt: skip
+}
 _REAL = (
-    "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-    "rope_local_base_freq", "routed_scaling_factor", "partial_rotary_factor",
-)  # fmt: skip
+    "rms_norm_eps",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope_theta",
+    "rope_local_base_freq",
+    "routed_scaling_factor",
+    "partial_rotary_factor",
+)
 _TEXT = ("model_type", "hidden_act")
 _NUMBERS = ("moe_layers", "no_rope_layers")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None:
-    """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field that is missing.
+    """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field
+    that is missing.
 
     Args:
       stated: the fields by their common names.
@@ -68,8 +107,12 @@ def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None
             raise refuse(field, value, f"a number up to {_MOST_REAL:g}")
         if field in _TEXT and not isinstance(value, str):
             raise refuse(field, value, "a text")
-        if field in _OBJECTS and not (isinstance(value, dict) and all(map(_is_plain, value.values()))):
-            raise refuse(field, value, f"an object of texts, numbers up to {_MOST_REAL:g} and lists of them")
+        if field in _OBJECTS and not (
+            isinstance(value, dict) and all(map(_is_plain, value.values()))
+        ):
+            raise refuse(
+                field, value, f"an object of texts, numbers up to {_MOST_REAL:g} and lists of them"
+            )
         if field in _NUMBERS and not _is_short_list(value, int):
             raise refuse(field, value, f"a list of at most {_MOST_LAYERS} whole numbers")
         if field == "layer_types" and not _is_short_list(value, str):
@@ -81,11 +124,17 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_short_list(value: object, kind: type) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_LAYERS and all(isinstance(item, kind) for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_LAYERS
+        and all(isinstance(item, kind) for item in value)
+    )
 
 
 def _is_plain(value: object) -> bool:
-    """Returns whether a value is a text, a flag, null, a real number, a list of these, or an object of all of them."""
+    """Returns whether a value is a text, a flag, null, a real number, a list of these, or an object
+    of all of them.
+    """
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):

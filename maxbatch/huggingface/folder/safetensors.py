@@ -1,7 +1,8 @@
-"""Files of the safetensors format: a JSON header with each tensor's dtype, shape and place, then their bytes.
+"""Files of the safetensors format: a JSON header with each tensor's dtype, shape and place, then
+their bytes.
 
-The format is that of https://huggingface.co/docs/safetensors. Tensors are read as memory maps, bfloat16 too, so that a
-slice of one touches its own pages only, and from an object store by ranges.
+The format is that of https://huggingface.co/docs/safetensors. Tensors are read as memory maps,
+bfloat16 too, so that a slice of one touches its own pages only, and from an object store by ranges.
 """
 
 from __future__ import annotations
@@ -33,10 +34,29 @@ _MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _MOST_INDEX_BYTES = 64 << 20
 # Bits of a value of each type that the format has.
 _BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
-}  # fmt: skip
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+}
 
 
 class StoredTensor(NamedTuple):
@@ -52,7 +72,9 @@ class StoredTensor(NamedTuple):
         return self.rows(0, self.shape[0]) if self.shape else self._values(self.offset, ())
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Returns rows `first` to before `last`, read-only: of a memory map, or by ranges of an object."""
+        """Returns rows `first` to before `last`, read-only: of a memory map, or by ranges of an
+        object.
+        """
         row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
         return self._values(self.offset + first * row_bytes, (last - first, *self.shape[1:]))
 
@@ -84,13 +106,16 @@ def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder by name: those of its index, else of its safetensors files.
 
     Raises:
-      ConfigError: there are none, a file is missing or damaged, or two files hold tensors of one name.
+      ConfigError: there are none, a file is missing or damaged, or two files hold tensors of one
+        name.
     """
     found: dict[str, StoredTensor] = {}
     for file in tensor_files(folder):
         for name, tensor in _header(file).items():
             if name in found:
-                raise ConfigError(f"{folder}: {name} is in {found[name].file.name} and in {file.name}")
+                raise ConfigError(
+                    f"{folder}: {name} is in {found[name].file.name} and in {file.name}"
+                )
             found[name] = tensor
     return found
 
@@ -101,9 +126,13 @@ def tensor_files(folder: AnyPath) -> Iterable[AnyPath]:
     if index.is_file():
         return [folder / name for name in _indexed(index)]
     whole = folder / "model.safetensors"
-    files: list[AnyPath] = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"), key=str)
+    files: list[AnyPath] = (
+        [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"), key=str)
+    )
     if not files:
-        raise ConfigError(f"{folder}: holds no *.safetensors; weights in another format must be converted first")
+        raise ConfigError(
+            f"{folder}: holds no *.safetensors; weights in another format must be converted first"
+        )
     return files
 
 
@@ -115,13 +144,20 @@ def _indexed(index: AnyPath) -> list[str]:
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(f"{index}: is not an index of safetensors files")
     names = sorted(set(files.values()))
-    if outside := [name for name in names if not name or "\0" in name or {"", ".", ".."} & set(name.split("/"))]:
-        raise ConfigError(f"{index}: names the file {outside[0][:200]!r}; files must be in the folder of their index")
+    if outside := [
+        name for name in names if not name or "\0" in name or {"", ".", ".."} & set(name.split("/"))
+    ]:
+        raise ConfigError(
+            f"{index}: names the file {outside[0][:200]!r}; files must be in the folder of their "
+            "index"
+        )
     return names
 
 
 def _header(file: AnyPath) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file, checked by the rules of the format's own library and for unique keys."""
+    """Returns the tensors of a file, checked by the rules of the format's own library and for
+    unique keys.
+    """
     with reading(file):
         try:
             size = file.stat().st_size
@@ -135,13 +171,20 @@ def _header(file: AnyPath) -> dict[str, StoredTensor]:
             if not isinstance(header, dict):
                 raise ValueError("its header is no JSON object")
             _check_metadata(header.pop("__metadata__", None))
-            return _tensors(file, {name: _Entry.of(name, entry) for name, entry in header.items()}, 8 + length, size)
+            return _tensors(
+                file,
+                {name: _Entry.of(name, entry) for name, entry in header.items()},
+                8 + length,
+                size,
+            )
         except ValueError as error:
             raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
 
 
 def _check_metadata(found: object) -> None:
-    if found is not None and not (isinstance(found, dict) and all(isinstance(text, str) for text in found.values())):
+    if found is not None and not (
+        isinstance(found, dict) and all(isinstance(text, str) for text in found.values())
+    ):
         raise ValueError("its __metadata__ must be an object of texts")
 
 
@@ -155,16 +198,29 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, name: str, entry: object) -> _Entry:
-        """Returns the entry of a tensor; raises ValueError if it is not one, or its range does not match its shape."""
+        """Returns the entry of a tensor; raises ValueError if it is not one, or its range does not
+        match its shape.
+        """
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
-        if not (isinstance(dtype, str) and _are_whole(shape) and _are_whole(offsets) and len(offsets) == 2):
-            raise ValueError(f"{name[:200]!r} has no type, or its shape or offsets are no whole numbers")
+        if not (
+            isinstance(dtype, str)
+            and _are_whole(shape)
+            and _are_whole(offsets)
+            and len(offsets) == 2
+        ):
+            raise ValueError(
+                f"{name[:200]!r} has no type, or its shape or offsets are no whole numbers"
+            )
         if dtype not in _BITS:
-            raise ValueError(f"{name[:200]!r} has the type {dtype[:40]!r}, which the format does not have")
+            raise ValueError(
+                f"{name[:200]!r} has the type {dtype[:40]!r}, which the format does not have"
+            )
         first, end = offsets
         if 8 * (end - first) != _num_values(shape) * _BITS[dtype]:
-            raise ValueError(f"{name[:200]!r} has {end - first} bytes, which are not those of its type and shape")
+            raise ValueError(
+                f"{name[:200]!r} has {end - first} bytes, which are not those of its type and shape"
+            )
         return cls(dtype, tuple(shape), first, end)
 
 
@@ -179,23 +235,38 @@ def _num_values(shape: list[int]) -> int:
 
 
 def _are_whole(found: object) -> TypeGuard[list[int]]:
-    return isinstance(found, list) and all(type(number) is int and 0 <= number < 2**64 for number in found)
+    return isinstance(found, list) and all(
+        type(number) is int and 0 <= number < 2**64 for number in found
+    )
 
 
-def _tensors(file: AnyPath, entries: dict[str, _Entry], start: int, size: int) -> dict[str, StoredTensor]:
-    """Returns the place of each tensor; together they must cover the bytes from `start` to `size`, each once."""
+def _tensors(
+    file: AnyPath, entries: dict[str, _Entry], start: int, size: int
+) -> dict[str, StoredTensor]:
+    """Returns the place of each tensor; together they must cover the bytes from `start` to `size`,
+    each once.
+    """
     reached = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].first, item[1].end)):
         if entry.first != reached:
-            raise ValueError(f"{name[:200]!r} begins at byte {entry.first} of the tensors, and must at byte {reached}")
+            raise ValueError(
+                f"{name[:200]!r} begins at byte {entry.first} of the tensors, and must at byte "
+                f"{reached}"
+            )
         reached = entry.end
     if start + reached != size:
         raise ValueError(f"its tensors have {reached} bytes, and {size - start} follow its header")
-    return {name: StoredTensor(file, dtype, shape, start + first) for name, (dtype, shape, first, _) in entries.items()}
+    return {
+        name: StoredTensor(file, dtype, shape, start + first)
+        for name, (dtype, shape, first, _) in entries.items()
+    }
 
 
 def write_tensors(
-    path: AnyPath, dtypes: str | Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], arrays: Iterator[np.ndarray]
+    path: AnyPath,
+    dtypes: str | Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Iterator[np.ndarray],
 ) -> None:
     """Writes a safetensors file, one tensor at a time.
 

@@ -1,8 +1,9 @@
 """A stored array onto the devices of several hosts, each of which reads a share of the chunks.
 
-The chunks of a checkpoint follow the mesh that wrote it. So every host reads whole chunks, each chunk one host, and all
-hosts exchange them in pieces: a piece of every host goes to all devices, and each device keeps the part that it holds.
-What a device holds beside the array is the pieces of one round.
+The chunks of a checkpoint follow the mesh that wrote it. So every host reads whole chunks, each
+chunk one host, and all hosts exchange them in pieces: a piece of every host goes to all devices,
+and each device keeps the part that it holds. What a device holds beside the array is the pieces of
+one round.
 
 Shapes: N devices, H hosts.
 """
@@ -48,7 +49,8 @@ def read_whole(array: StoredArray) -> np.ndarray:
 
 
 def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
-    """Returns a stored array on the devices of several hosts, which all call this for the same arrays in one order.
+    """Returns a stored array on the devices of several hosts, which all call this for the same
+    arrays in one order.
 
     Raises:
       ConfigError: a chunk is damaged or cannot be read, on any host.
@@ -58,7 +60,9 @@ def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
     for chunk in array.chunks:
         by_shape[tuple(end - begin for begin, end in chunk)].append(chunk)
 
-    whole = zeros_of(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)).block_until_ready()
+    whole = zeros_of(
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    ).block_until_ready()
     for chunk_shape, chunks in by_shape.items():
         piece_shape = _piece_shape(chunk_shape, _ROUND_BYTES // num_hosts // array.dtype.itemsize)
         write = _writer(array, sharding, piece_shape)
@@ -69,7 +73,11 @@ def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
             for start in starts:
                 piece = None
                 if values is not None:
-                    piece = values[tuple(slice(a, a + side) for a, side in zip(start, piece_shape, strict=True))]
+                    piece = values[
+                        tuple(
+                            slice(a, a + side) for a, side in zip(start, piece_shape, strict=True)
+                        )
+                    ]
                 # A host without a chunk sends a piece that lies outside of the array.
                 outside = tuple(-side for side in piece_shape)
                 places = [
@@ -78,7 +86,8 @@ def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
                     else outside
                     for other in range(num_hosts)
                 ]
-                # Of two programs in flight on CPU devices, each can hold threads that the other waits for.
+                # Of two programs in flight on CPU devices, each can hold threads that the other
+                # waits for.
                 whole = write(whole, piece, places).block_until_ready()
     return whole
 
@@ -107,7 +116,9 @@ def _piece_shape(chunk_shape: Sequence[int], most_values: int) -> tuple[int, ...
 
 
 def _piece_starts(chunk_shape: Sequence[int], piece_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns where the pieces of a chunk begin; the last along an axis may overlap the one before."""
+    """Returns where the pieces of a chunk begin; the last along an axis may overlap the one
+    before.
+    """
     counts = [-(-size // side) for size, side in zip(chunk_shape, piece_shape, strict=True)]
     return [
         tuple(
@@ -124,7 +135,8 @@ Writer = Callable[[jax.Array, np.ndarray | None, list[tuple[int, ...]]], jax.Arr
 def _writer(array: StoredArray, sharding: NamedSharding, piece_shape: tuple[int, ...]) -> Writer:
     """Returns a function that writes one piece of every host into the sharded array.
 
-    It takes the array, which it consumes; this host's piece, None for none; and every host's place of its piece.
+    It takes the array, which it consumes; this host's piece, None for none; and every host's place
+    of its piece.
     """
     mesh, size = sharding.mesh, math.prod(piece_shape)
     devices = list(mesh.devices.flat)
@@ -132,7 +144,9 @@ def _writer(array: StoredArray, sharding: NamedSharding, piece_shape: tuple[int,
     num_local = len(devices) // num_hosts
     share = -(-size // num_local)  # values of a piece that one device of its host brings
     # The devices of a mesh need not follow their hosts in order.
-    by_host = np.argsort([device.process_index for device in devices], kind="stable").reshape(num_hosts, num_local)
+    by_host = np.argsort([device.process_index for device in devices], kind="stable").reshape(
+        num_hosts, num_local
+    )
     along_devices = NamedSharding(mesh, P(mesh.axis_names))
     spec = P(*sharding.spec, *[None] * (len(array.shape) - len(sharding.spec)))
     local_shape = sharding.shard_shape(array.shape)
@@ -141,7 +155,8 @@ def _writer(array: StoredArray, sharding: NamedSharding, piece_shape: tuple[int,
         shares_NxS = jax.lax.all_gather(shares_1xS, mesh.axis_names, tiled=True)
         pieces_HxS = shares_NxS[by_host].reshape(num_hosts, num_local * share)[:, :size]
         begins = [
-            _shard_number(mesh.shape, axes) * side if axes else 0 for axes, side in zip(spec, local_shape, strict=True)
+            _shard_number(mesh.shape, axes) * side if axes else 0
+            for axes, side in zip(spec, local_shape, strict=True)
         ]
         for host in range(num_hosts):
             piece = pieces_HxS[host].reshape(piece_shape)
@@ -150,11 +165,19 @@ def _writer(array: StoredArray, sharding: NamedSharding, piece_shape: tuple[int,
         return held
 
     program = jax.jit(
-        jax.shard_map(write_here, mesh=mesh, in_specs=(spec, P(mesh.axis_names), P()), out_specs=spec, check_vma=False),
+        jax.shard_map(
+            write_here,
+            mesh=mesh,
+            in_specs=(spec, P(mesh.axis_names), P()),
+            out_specs=spec,
+            check_vma=False,
+        ),
         donate_argnums=0,
     )
 
-    def write(whole: jax.Array, piece: np.ndarray | None, places: list[tuple[int, ...]]) -> jax.Array:
+    def write(
+        whole: jax.Array, piece: np.ndarray | None, places: list[tuple[int, ...]]
+    ) -> jax.Array:
         flat = np.zeros(num_local * share, array.dtype)
         if piece is not None:
             flat[:size] = piece.reshape(-1)
@@ -184,10 +207,14 @@ def _written(held: jax.Array, piece: jax.Array, offsets: Sequence[jax.Array]) ->
     """Returns a device's part of the array with the values of a piece that lie in it.
 
     Args:
-      offsets: of the piece from the beginning of the part, along each axis; negative where it begins before.
+      offsets: of the piece from the beginning of the part, along each axis; negative where it
+        begins before.
     """
     sides = [min(whole, size) for whole, size in zip(held.shape, piece.shape, strict=True)]
-    starts = [jnp.clip(offset, 0, whole - side) for offset, whole, side in zip(offsets, held.shape, sides, strict=True)]
+    starts = [
+        jnp.clip(offset, 0, whole - side)
+        for offset, whole, side in zip(offsets, held.shape, sides, strict=True)
+    ]
     values, is_inside = piece, jnp.ones(sides, bool)
     for axis, (start, offset, side) in enumerate(zip(starts, offsets, sides, strict=True)):
         numbers = start + jnp.arange(side, dtype=jnp.int32) - offset  # in the piece

@@ -1,7 +1,9 @@
-"""The folder of a MaxText checkpoint, which Orbax wrote: where it is, which step it is of, what it lists.
+"""The folder of a MaxText checkpoint, which Orbax wrote: where it is, which step it is of, what it
+lists.
 
-A run of MaxText has `checkpoints/STEP/items`; a checkpoint of parameters alone has the same files without `STEP`.
-Layout of the files: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html.
+A run of MaxText has `checkpoints/STEP/items`; a checkpoint of parameters alone has the same files
+without `STEP`. Layout of the files:
+https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ class ItemsFolder(NamedTuple):
 
     path: AnyPath
     stated: str  # "key=path" as the config states it, for messages
-    folder_step: int | None  # the number of its folder, the updates before the last; None in a folder without one
+    # the number of its folder, the updates before the last; None in a folder without one
+    folder_step: int | None
     names: frozenset[str]  # of its arrays, parts joined by dots
     uses_ocdbt: bool  # whether one key-value store holds all arrays
     uses_zarr3: bool  # whether the arrays are zarr 3, not zarr 2
 
 
 def is_maxtext(path: str | Path) -> bool:
-    """Returns whether a path is a MaxText run, one of its checkpoints, or that checkpoint's items."""
+    """Returns whether a path is a MaxText run, one of its checkpoints, or that checkpoint's
+    items.
+    """
     folder = as_path(path)
     return _is_checkpoint(folder) or _newest(folder) is not None
 
@@ -55,17 +60,23 @@ def open_items(path: str, key: str) -> ItemsFolder:
     if not _is_checkpoint(folder):
         newest = _newest(folder)
         if newest is None:
-            raise ConfigError(f"{where}: no MaxText checkpoint here; give checkpoints/STEP of a MaxText run")
+            raise ConfigError(
+                f"{where}: no MaxText checkpoint here; give checkpoints/STEP of a MaxText run"
+            )
         folder = newest
     if (folder / _EMERGENCY).exists():
         raise ConfigError(
-            f"{where}: is an emergency checkpoint, which holds one host's shards; give one that all hosts wrote"
+            f"{where}: is an emergency checkpoint, which holds one host's shards; give one that "
+            "all hosts wrote"
         )
     items = folder if (folder / METADATA).is_file() else folder / _ITEMS
     step_folder = items.parent if items.name == _ITEMS else items
     step = int(step_folder.name) if step_folder.name.isdigit() else None
     if not (items / METADATA).is_file():
-        raise ConfigError(f"{where}: {shown_path(folder)} has no {_ITEMS}/{METADATA}; it is not a whole checkpoint")
+        raise ConfigError(
+            f"{where}: {shown_path(folder)} has no {_ITEMS}/{METADATA}; it is not a whole "
+            "checkpoint"
+        )
     return _read_metadata(items, step, where)
 
 
@@ -75,32 +86,53 @@ def _read_metadata(items: AnyPath, step: int | None, where: str) -> ItemsFolder:
             metadata = read_json(items / METADATA, str(items / METADATA), most_bytes=256 << 20)
         entries = metadata["tree_metadata"].items()
         # Empty parts of an optimizer's state are listed too.
-        paths = [ast.literal_eval(name) for name, entry in entries if entry["value_metadata"]["value_type"] != "None"]
+        paths = [
+            ast.literal_eval(name)
+            for name, entry in entries
+            if entry["value_metadata"]["value_type"] != "None"
+        ]
         names = frozenset(".".join(map(str, parts)) for parts in paths)
         uses_ocdbt, uses_zarr3 = metadata.get("use_ocdbt", True), metadata.get("use_zarr3", False)
         if not names or not isinstance(uses_ocdbt, bool) or not isinstance(uses_zarr3, bool):
             raise ValueError("no arrays")
-    except (ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
-        raise ConfigError(f"{where}: {items.name}/{METADATA} does not list the arrays of a checkpoint") from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ):
+        raise ConfigError(
+            f"{where}: {items.name}/{METADATA} does not list the arrays of a checkpoint"
+        ) from None
     return ItemsFolder(items, where, step, names, uses_ocdbt, uses_zarr3)
 
 
 def _is_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether a folder is a checkpoint of Orbax, or its items; a half-written one is none."""
+    """Returns whether a folder is a checkpoint of Orbax, or its items; a half-written one is
+    none.
+    """
     if (folder / _OWN_ITEM).is_dir():  # earlier versions of maxbatch wrote with Orbax too
         return False
-    return any((folder / name).is_file() for name in (METADATA, f"{_ITEMS}/{METADATA}", _CHECKPOINT))
+    return any(
+        (folder / name).is_file() for name in (METADATA, f"{_ITEMS}/{METADATA}", _CHECKPOINT)
+    )
 
 
 def _newest(folder: AnyPath) -> AnyPath | None:
-    """Returns the newest MaxText checkpoint of a run folder, or of its `checkpoints`; None if it has none.
+    """Returns the newest MaxText checkpoint of a run folder, or of its `checkpoints`; None if it
+    has none.
 
     A run of ours is known by its newest checkpoint, so that no other of its folders is asked for.
     """
     for inside in (folder / "checkpoints", folder):
         numbers: list[int] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            numbers = sorted((int(name) for name in subfolders(inside) if name.isdigit()), reverse=True)
+            numbers = sorted(
+                (int(name) for name in subfolders(inside) if name.isdigit()), reverse=True
+            )
         for number in numbers:
             checkpoint = inside / str(number)
             if (checkpoint / _OWN_ITEM).is_dir():

@@ -1,8 +1,9 @@
-"""MaxText's parameters: the array and the place in it of each of ours, for every family that both have.
+"""MaxText's parameters: the array and the place in it of each of ours, for every family that both
+have.
 
-MaxText's kernels have their inputs before their outputs, as ours do. Layers that it scans are an axis of one array, the
-second; layers that it does not scan are arrays of their own. Names are those of MaxText 0.2.5 (`src/maxtext/models/`,
-https://github.com/AI-Hypercomputer/maxtext).
+MaxText's kernels have their inputs before their outputs, as ours do. Layers that it scans are an
+axis of one array, the second; layers that it does not scan are arrays of their own. Names are those
+of MaxText 0.2.5 (`src/maxtext/models/`, https://github.com/AI-Hypercomputer/maxtext).
 """
 
 from __future__ import annotations
@@ -83,10 +84,19 @@ def _mlp(ours: str, module: str) -> dict[str, str]:
 
 
 def _layer(
-    *, norms: Mapping[str, str], attention: str = "self_attention", mlp: str = "mlp", experts: str = "MoeBlock_0"
+    *,
+    norms: Mapping[str, str],
+    attention: str = "self_attention",
+    mlp: str = "mlp",
+    experts: str = "MoeBlock_0",
 ) -> dict[str, str]:
     """Returns the names of a layer's parameters, by ours, from the names of its modules."""
-    return {**norms, **_within(attention, _ATTENTION), **_mlp("mlp", mlp), **_within(experts, _EXPERTS)}
+    return {
+        **norms,
+        **_within(attention, _ATTENTION),
+        **_mlp("mlp", mlp),
+        **_within(experts, _EXPERTS),
+    }
 
 
 class MaxTextFamily(NamedTuple):
@@ -97,7 +107,8 @@ class MaxTextFamily(NamedTuple):
     dense: Mapping[str, str] | None = None  # the names in one of the first, dense layers
     scales_query: bool = False  # without `use_qk_norm` its query weights hold 1 / sqrt(head_dim)
     adds_one: bool = False  # its norm scales are 1 + ours
-    scales_embedding: bool = False  # its embedding holds sqrt(base_emb_dim) times ours, and it divides logits by that
+    # its embedding holds sqrt(base_emb_dim) times ours, and it divides logits by that
+    scales_embedding: bool = False
     flattens_head_norms: bool = False  # the scales of its norms over all heads are vectors
     alternates: bool = False  # a scanned layer is a local and a global one of ours
 
@@ -118,7 +129,9 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
     "qwen3_moe": MaxTextFamily(_layer(norms=_LLAMA_NORMS, experts="moe_block")),
     "gemma2": MaxTextFamily(
         _layer(
-            norms={ours: name.replace(".scale", "_{}.scale") for ours, name in _GEMMA_NORMS.items()},
+            norms={
+                ours: name.replace(".scale", "_{}.scale") for ours, name in _GEMMA_NORMS.items()
+            },
             attention="self_attention_{}",
             mlp="mlp_{}",
         ),
@@ -127,8 +140,12 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
         scales_embedding=True,
         alternates=True,
     ),
-    "gemma3": MaxTextFamily(_layer(norms=_GEMMA_NORMS), cycle=6, adds_one=True, scales_embedding=True),
-    "gpt_oss": MaxTextFamily(_layer(norms=_LLAMA_NORMS, attention="GptOssAttention", experts="GptOssMlp"), cycle=2),
+    "gemma3": MaxTextFamily(
+        _layer(norms=_GEMMA_NORMS), cycle=6, adds_one=True, scales_embedding=True
+    ),
+    "gpt_oss": MaxTextFamily(
+        _layer(norms=_LLAMA_NORMS, attention="GptOssAttention", experts="GptOssMlp"), cycle=2
+    ),
     "olmo3": MaxTextFamily(
         _layer(
             norms={
@@ -141,7 +158,8 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
         flattens_head_norms=True,
     ),
     "deepseek": MaxTextFamily(
-        _DEEPSEEK_LAYER, dense={**_LLAMA_NORMS, **_within("self_attention", _LATENTS), **_mlp("mlp", "mlp")}
+        _DEEPSEEK_LAYER,
+        dense={**_LLAMA_NORMS, **_within("self_attention", _LATENTS), **_mlp("mlp", "mlp")},
     ),
 }
 _OUTSIDE = {
@@ -155,11 +173,13 @@ class Place(NamedTuple):
     """Where MaxText stores one of our parameters.
 
     Attributes:
-      arrays: the name of the array of each layer of the stack, or the one name of a parameter outside of layers.
+      arrays: the name of the array of each layer of the stack, or the one name of a parameter
+        outside of layers.
       numbers: where each layer is along the array's axis of layers; None for an array of one layer.
       factor: what MaxText's values are multiplied by to be ours.
       offset: what is then added.
-      is_interleaved: whether neighbouring columns of a head are rotated together there, and its two halves here.
+      is_interleaved: whether neighbouring columns of a head are rotated together there, and its two
+        halves here.
       is_flat: whether heads and their columns are one axis there.
     """
 
@@ -176,7 +196,8 @@ class Place(NamedTuple):
 
 
 def places_of(model: ModelConfig, available: Container[str]) -> dict[ParameterPath, Place]:
-    """Returns the place of each parameter that a model of the family may have and the checkpoint holds.
+    """Returns the place of each parameter that a model of the family may have and the checkpoint
+    holds.
 
     Args:
       available: the names of the checkpoint's parameters, from `decoder` or `token_embedder` on.
@@ -187,7 +208,9 @@ def places_of(model: ModelConfig, available: Container[str]) -> dict[ParameterPa
     family = FAMILIES_OF_MAXTEXT.get(model.decoder_block)
     if family is None:
         known = ", ".join(sorted(FAMILIES_OF_MAXTEXT))
-        raise ConfigError(f"decoder_block={model.decoder_block}: MaxText's checkpoints are read for {known} only")
+        raise ConfigError(
+            f"decoder_block={model.decoder_block}: MaxText's checkpoints are read for {known} only"
+        )
     places: dict[ParameterPath, Place] = {}
     for row in possible_parameters(model):
         if place := _place(model, family, row, available):
@@ -218,17 +241,26 @@ def scanned_name(path: Sequence[str], decoder_block: str) -> str | None:
     return whole.replace("{}", "global" if place % 2 else "local") if family.alternates else whole
 
 
-def _place(model: ModelConfig, family: MaxTextFamily, row: Parameter, available: Container[str]) -> Place | None:
+def _place(
+    model: ModelConfig, family: MaxTextFamily, row: Parameter, available: Container[str]
+) -> Place | None:
     within = ".".join(row.path[len(row.layer) :])
     factor, offset = 1.0, 0.0
-    if family.scales_query and within in ("attention.query", "attention.query_bias") and not model.use_qk_norm:
+    if (
+        family.scales_query
+        and within in ("attention.query", "attention.query_bias")
+        and not model.use_qk_norm
+    ):
         # A product with the scale and a bias without it would not be the same scores.
         factor = math.sqrt(model.head_dim) * weight_factor(model, row.path)
     if family.scales_embedding and within == "embedding":
         factor = 1 / math.sqrt(model.base_emb_dim)
     if family.adds_one and within.endswith("norm.scale"):
         offset = -1.0
-    is_flat = family.flattens_head_norms and within in ("attention.query_norm.scale", "attention.key_norm.scale")
+    is_flat = family.flattens_head_norms and within in (
+        "attention.query_norm.scale",
+        "attention.key_norm.scale",
+    )
     if not row.is_stacked:
         outside = _OUTSIDE.get(within)
         if outside is None or outside not in available:
@@ -253,7 +285,9 @@ def _place(model: ModelConfig, family: MaxTextFamily, row: Parameter, available:
 def _of_layer(
     model: ModelConfig, family: MaxTextFamily, layer: int, name: str, available: Container[str]
 ) -> tuple[str, int | None] | None:
-    """Returns the array that holds a parameter of a layer, and the layer's number in it; None if there is none."""
+    """Returns the array that holds a parameter of a layer, and the layer's number in it; None if
+    there is none.
+    """
     for prefix, number in _prefixes(model, family, layer):
         whole = f"decoder.{prefix}.{name}"
         if family.alternates:
@@ -263,11 +297,15 @@ def _of_layer(
     return None
 
 
-def _prefixes(model: ModelConfig, family: MaxTextFamily, layer: int) -> Iterator[tuple[str, int | None]]:
+def _prefixes(
+    model: ModelConfig, family: MaxTextFamily, layer: int
+) -> Iterator[tuple[str, int | None]]:
     """Yields where a layer may be: its prefix, and its number in scanned layers."""
     num_layers, num_dense = model.base_num_decoder_layers, model.first_num_dense_layers
     if family.dense is not None:
-        stack, place = ("dense_layers", layer) if layer < num_dense else ("moe_layers", layer - num_dense)
+        stack, place = (
+            ("dense_layers", layer) if layer < num_dense else ("moe_layers", layer - num_dense)
+        )
         yield f"{stack}_{place}", None
         yield stack, place
         return

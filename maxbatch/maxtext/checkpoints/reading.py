@@ -1,4 +1,6 @@
-"""A MaxText checkpoint as a source of parameters and of optimizer states, sharded onto their devices."""
+"""A MaxText checkpoint as a source of parameters and of optimizer states, sharded onto their
+devices.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ _MOST_BYTES = 256 << 20  # of a file that describes arrays
 
 
 class MaxTextCheckpoint:
-    """A checkpoint of MaxText (`maxbatch.training.weights.origin.Source`): a state, or parameters alone.
+    """A checkpoint of MaxText (`maxbatch.training.weights.origin.Source`): a state, or parameters
+    alone.
 
     Args:
       path: a run of MaxText, for its newest checkpoint, or one of its checkpoints.
@@ -62,14 +65,17 @@ class MaxTextCheckpoint:
         return self._folder.stated
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config that "key=value" texts state; the checkpoint itself states none of the model's keys."""
+        """Returns the config that "key=value" texts state; the checkpoint itself states none of the
+        model's keys.
+        """
         return load_config(overrides=[f"load_parameters_path={self._path}", *overrides])
 
     @property
     def identity(self) -> str:
         """A hash of the checkpoint's description and of the names and sizes of its data files.
 
-        MaxText gives every data file a random name when it writes it, so other content has other names.
+        MaxText gives every data file a random name when it writes it, so other content has other
+        names.
         """
         described = hashlib.blake2b(digest_size=16)
         for folder in self._data_folders():
@@ -105,7 +111,9 @@ class MaxTextCheckpoint:
     @property
     def has_state(self) -> bool:
         """Whether it holds an optimizer's state."""
-        return "step" in self._folder.names and any(name.startswith("opt_state.") for name in self._folder.names)
+        return "step" in self._folder.names and any(
+            name.startswith("opt_state.") for name in self._folder.names
+        )
 
     @property
     def updates(self) -> int:
@@ -121,7 +129,8 @@ class MaxTextCheckpoint:
         return count
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
-        """Returns a function that reads its parameters: those of `abstract_params`, or some of them.
+        """Returns a function that reads its parameters: those of `abstract_params`, or some of
+        them.
 
         Routers start without a bias if the checkpoint has none.
 
@@ -140,7 +149,8 @@ class MaxTextCheckpoint:
     ) -> tuple[State, TreeOf]:
         """Reads parameters and optimizer state onto the shardings of abstract ones.
 
-        Moments of a parameter that we store multiplied by a factor are those of a gradient divided by it.
+        Moments of a parameter that we store multiplied by a factor are those of a gradient divided
+        by it.
 
         Raises:
           ConfigError: there is no state, or it is of another model or optimizer.
@@ -157,7 +167,9 @@ class MaxTextCheckpoint:
                 return moments[field](path, abstract)
             if field == "count" and not path:
                 count = self._scalar(self._first_of_optimizer("count"))
-                placed: jax.Array = jax.device_put(jnp.asarray(count, abstract.dtype), abstract.sharding)
+                placed: jax.Array = jax.device_put(
+                    jnp.asarray(count, abstract.dtype), abstract.sharding
+                )
                 return placed
             if field == "last_counts_NxE":  # MaxText keeps no counts of experts
                 return zeros_of(abstract)
@@ -169,16 +181,20 @@ class MaxTextCheckpoint:
     def _require_state(self) -> None:
         if not self.has_state:
             raise ConfigError(
-                f"{self.stated}: holds parameters alone, no optimizer state; works: load_parameters_path={self._path}"
+                f"{self.stated}: holds parameters alone, no optimizer state; works: "
+                f"load_parameters_path={self._path}"
             )
 
     def _other_optimizer(self, why: str) -> ConfigError:
         return ConfigError(
-            f"{self.stated}: is of another optimizer ({why}); load_parameters_path takes the parameters alone"
+            f"{self.stated}: is of another optimizer ({why}); load_parameters_path takes the "
+            "parameters alone"
         )
 
     def _first_of_optimizer(self, field: str) -> str:
-        """Returns the prefix or the name of a field of Adam's state, wherever MaxText's chain has it."""
+        """Returns the prefix or the name of a field of Adam's state, wherever MaxText's chain has
+        it.
+        """
         for chain in ("opt_state.0.", "opt_state.1.", "opt_state."):
             name = f"{chain}{field}"
             if any(one == name or one.startswith(f"{name}.") for one in self._folder.names):
@@ -191,7 +207,9 @@ class MaxTextCheckpoint:
     def _moments(
         self, config: ModelConfig, abstract_params: State, field: str
     ) -> Callable[[ParameterPath, jax.ShapeDtypeStruct], jax.Array]:
-        places, arrays = self._checked(config, abstract_params, f"{self._first_of_optimizer(field)}.params.")
+        places, arrays = self._checked(
+            config, abstract_params, f"{self._first_of_optimizer(field)}.params."
+        )
         power = -1 if field == "mu" else -2
 
         def read(path: ParameterPath, abstract: jax.ShapeDtypeStruct) -> jax.Array:
@@ -210,9 +228,14 @@ class MaxTextCheckpoint:
         Raises:
           ConfigError: arrays are missing, unexpected, or of another shape.
         """
-        available = {name.removeprefix(prefix) for name in self._folder.names if name.startswith(prefix)}
+        available = {
+            name.removeprefix(prefix) for name in self._folder.names if name.startswith(prefix)
+        }
         if not available:
-            raise ConfigError(f"{self.stated}: has no arrays {prefix}*; it is not a checkpoint of MaxText's training")
+            raise ConfigError(
+                f"{self.stated}: has no arrays {prefix}*; it is not a checkpoint of MaxText's "
+                "training"
+            )
         places = places_of(config, available)
         leaves = {parameter_path(keys): x for keys, x in jax.tree.leaves_with_path(abstract_params)}
         missing = [path for path in leaves if path not in places and path[-1] != ROUTED_BIAS]
@@ -226,14 +249,20 @@ class MaxTextCheckpoint:
             raise self._misfit(f"nothing here takes its {names}")
         arrays = {
             name.removeprefix(prefix): array
-            for name, array in open_arrays(self._folder, sorted(prefix + name for name in used)).items()
+            for name, array in open_arrays(
+                self._folder, sorted(prefix + name for name in used)
+            ).items()
         }
         for path, place in places.items():
             self._check_shape(path, place, arrays, leaves[path].shape)
         return places, arrays
 
     def _check_shape(
-        self, path: ParameterPath, place: Place, arrays: Mapping[str, StoredArray], shape: tuple[int, ...]
+        self,
+        path: ParameterPath,
+        place: Place,
+        arrays: Mapping[str, StoredArray],
+        shape: tuple[int, ...],
     ) -> None:
         one_layer = shape[1:] if place.is_stacked else shape
         if place.is_flat:
@@ -248,48 +277,70 @@ class MaxTextCheckpoint:
                 if num_layers != number + 1:
                     raise self._misfit(f"{name} has {num_layers} layers there, {number + 1} here")
             if tuple(there) != one_layer:
-                raise self._misfit(f"{name} is {tuple(there)} there, {one_layer} here ({'.'.join(path)})")
+                raise self._misfit(
+                    f"{name} is {tuple(there)} there, {one_layer} here ({'.'.join(path)})"
+                )
 
     def _misfit(self, why: str) -> ConfigError:
         return ConfigError(
-            f"{self.stated}: does not fit this model: {why}; a checkpoint of MaxText states no model: state its keys, "
-            "such as model_name, which maxbatch import maxtext writes"
+            f"{self.stated}: does not fit this model: {why}; a checkpoint of MaxText states no "
+            "model: state its keys, such as model_name, which maxbatch import maxtext writes"
         )
 
 
-def _read_tree(part: State, places: Mapping[ParameterPath, Place], arrays: Mapping[str, StoredArray]) -> State:
+def _read_tree(
+    part: State, places: Mapping[ParameterPath, Place], arrays: Mapping[str, StoredArray]
+) -> State:
     """Reads parameters, the largest first, while most memory is free."""
     leaves = jax.tree.leaves_with_path(part)
     read: dict[int, jax.Array] = {}
-    for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+    for number in sorted(
+        range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)
+    ):
         keys, abstract = leaves[number]
         place = places.get(parameter_path(keys))
         if place is None:
             read[number] = zeros_of(abstract)
         else:
             read[number] = _read(arrays, place, abstract, place.factor, place.offset)
-    whole: State = jax.tree.unflatten(jax.tree.structure(part), [read[number] for number in range(len(leaves))])
+    whole: State = jax.tree.unflatten(
+        jax.tree.structure(part), [read[number] for number in range(len(leaves))]
+    )
     return whole
 
 
 def _read(
-    arrays: Mapping[str, StoredArray], place: Place, abstract: jax.ShapeDtypeStruct, factor: float, offset: float
+    arrays: Mapping[str, StoredArray],
+    place: Place,
+    abstract: jax.ShapeDtypeStruct,
+    factor: float,
+    offset: float,
 ) -> jax.Array:
-    """Returns one parameter, or its moment: MaxText's arrays, in our order of axes, times a factor, plus an offset."""
+    """Returns one parameter, or its moment: MaxText's arrays, in our order of axes, times a factor,
+    plus an offset.
+    """
     names = list(dict.fromkeys(place.arrays))
     sharding = abstract.sharding
     assert sharding is not None
     if sharding.is_fully_addressable:
-        here = _assembled(np, [read_whole(arrays[name]) for name in names], names, place, abstract, factor, offset)
+        here = _assembled(
+            np, [read_whole(arrays[name]) for name in names], names, place, abstract, factor, offset
+        )
         # A copy, since an array of a CPU device may adopt host memory.
-        made: jax.Array = jax.make_array_from_callback(abstract.shape, sharding, lambda index: np.array(here[index]))
+        made: jax.Array = jax.make_array_from_callback(
+            abstract.shape, sharding, lambda index: np.array(here[index])
+        )
         made.block_until_ready()
         return made
 
     assert isinstance(sharding, NamedSharding), "several hosts share a mesh"
-    stored = [read_shared(arrays[name], _sharding_there(arrays[name], place, abstract, sharding)) for name in names]
+    stored = [
+        read_shared(arrays[name], _sharding_there(arrays[name], place, abstract, sharding))
+        for name in names
+    ]
     assemble = jax.jit(
-        lambda *stored: _assembled(jnp, stored, names, place, abstract, factor, offset), out_shardings=sharding
+        lambda *stored: _assembled(jnp, stored, names, place, abstract, factor, offset),
+        out_shardings=sharding,
     )
     whole: jax.Array = assemble(*stored)
     return whole.block_until_ready()

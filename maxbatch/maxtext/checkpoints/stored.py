@@ -1,4 +1,6 @@
-"""Arrays of a MaxText checkpoint, read chunk by chunk through TensorStore (https://google.github.io/tensorstore)."""
+"""Arrays of a MaxText checkpoint, read chunk by chunk through TensorStore
+(https://google.github.io/tensorstore).
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,27 @@ def open_arrays(folder: ItemsFolder, names: Sequence[str]) -> dict[str, StoredAr
     """Opens arrays of a checkpoint by name, without reading values.
 
     Raises:
-      ConfigError: an array is missing, or its description is damaged; or TensorStore is not installed.
+      ConfigError: an array is missing, or its description is damaged; or TensorStore is not
+        installed.
     """
     tensorstore = import_tensorstore()
-    # One context: its pool of cached metadata and its limits of concurrent reads hold for all arrays together.
+    # One context: its pool of cached metadata and its limits of concurrent reads hold for all
+    # arrays together.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
     opened: dict[str, StoredArray] = {}
     for first in range(0, len(names), _MOST_OPEN):
         some = names[first : first + _MOST_OPEN]
-        futures = [tensorstore.open(_spec(folder, name), read=True, open=True, context=context) for name in some]
+        futures = [
+            tensorstore.open(_spec(folder, name), read=True, open=True, context=context)
+            for name in some
+        ]
         for name, future in zip(some, futures, strict=True):
             with _one_line_for(folder.stated, name):
                 store = future.result()
-                chunk = tuple(side or size for side, size in zip(_chunk_shape(store), store.shape, strict=True))
+                chunk = tuple(
+                    side or size
+                    for side, size in zip(_chunk_shape(store), store.shape, strict=True)
+                )
                 opened[name] = StoredArray(
                     name, tuple(store.shape), store.dtype.numpy_dtype, chunk, store, folder.stated
                 )
@@ -80,7 +90,8 @@ def import_tensorstore() -> Any:
         import tensorstore
     except ImportError:
         raise ConfigError(
-            "MaxText's checkpoints need TensorStore, which is not installed; works: pip install 'maxbatch[maxtext]'"
+            "MaxText's checkpoints need TensorStore, which is not installed; works: pip install "
+            "'maxbatch[maxtext]'"
         ) from None
     return tensorstore
 
@@ -109,4 +120,6 @@ def _one_line_for(stated: str, name: str) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:  # damaged files can raise anything
-        raise ConfigError(f"{stated}: its array {name} cannot be read ({one_line(error, 200)})") from error
+        raise ConfigError(
+            f"{stated}: its array {name} cannot be read ({one_line(error, 200)})"
+        ) from error

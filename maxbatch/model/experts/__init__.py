@@ -1,1 +1,3 @@
-"""Experts: the router that chooses some of them for each token, their grouped products, the sums of their balance."""
+"""Experts: the router that chooses some of them for each token, their grouped products, the sums of
+their balance.
+"""

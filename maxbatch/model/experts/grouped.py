@@ -1,9 +1,10 @@
 """Products of rows with the matrix of their group: `[rows sorted by group] x [groups, D, F]`.
 
-Each platform has its own implementation. On a CPU `jax.lax.ragged_dot` computes every group for every row; a loop over
-blocks of rows computes little more than is needed. On a TPU the gradient of `ragged_dot` with respect to the matrices
-compiles to a dense product, E times the work; the Pallas kernels of JAX avoid it (Gale et al. 2023, MegaBlocks,
-https://arxiv.org/abs/2211.15841). A GPU uses `ragged_dot`.
+Each platform has its own implementation. On a CPU `jax.lax.ragged_dot` computes every group for
+every row; a loop over blocks of rows computes little more than is needed. On a TPU the gradient of
+`ragged_dot` with respect to the matrices compiles to a dense product, E times the work; the Pallas
+kernels of JAX avoid it (Gale et al. 2023, MegaBlocks, https://arxiv.org/abs/2211.15841). A GPU uses
+`ragged_dot`.
 
 Shapes: n rows, E groups, D input, F output.
 """
@@ -39,14 +40,18 @@ class Groups(NamedTuple):
 
     sizes_E: jax.Array  # int32: rows of each group
     platform: str  # "cpu", "gpu" or "tpu"
-    # Within `shard_map`: the mesh axes that the matrices' inputs and outputs are split over, if they are.
+    # Within `shard_map`: the mesh axes that the matrices' inputs and outputs are split over, if
+    # they are.
     inputs_over: str | None = None
     outputs_over: str | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
-    """Returns each row times the matrix of its group: [n, F] in x's dtype; rows behind the groups give zeros.
+def grouped_product(
+    x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str
+) -> jax.Array:
+    """Returns each row times the matrix of its group: [n, F] in x's dtype; rows behind the groups
+    give zeros.
 
     Args:
       x_nxD: the rows of group 0, then those of group 1, and so on; then rows of no group.
@@ -57,7 +62,9 @@ def grouped_product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, pl
     return _forward(x_nxD, w_ExDxF, sizes_E, platform)[0]
 
 
-def _forward(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> tuple[jax.Array, _Kept]:
+def _forward(
+    x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str
+) -> tuple[jax.Array, _Kept]:
     return _PRODUCTS[platform](False)(x_nxD, w_ExDxF, sizes_E), (x_nxD, w_ExDxF, sizes_E)
 
 
@@ -73,17 +80,23 @@ grouped_product.defvjp(_forward, _backward)
 def grouped_sums(
     x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str, is_transposed: bool
 ) -> jax.Array:
-    """Returns each row times the matrix of its group, or times its transpose, of operands in 8 bits: [n, F].
+    """Returns each row times the matrix of its group, or times its transpose, of operands in 8
+    bits: [n, F].
 
-    Sums are int32 or float32. They have no gradient. On a TPU it is XLA's own kernel: those of JAX take no 8 bits.
+    Sums are int32 or float32. They have no gradient. On a TPU it is XLA's own kernel: those of JAX
+    take no 8 bits.
     """
     sums = jnp.int32 if x_nxD.dtype == jnp.int8 else jnp.float32
     product = (_cpu_product if platform == "cpu" else _ragged_product)(is_transposed, sums)
     return product(x_nxD, w_ExDxF, sizes_E)
 
 
-def outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
-    """Returns of each group the sum over its rows of x's times y's, [E, D, F]: the gradient by its matrix."""
+def outer_products(
+    x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array, platform: str
+) -> jax.Array:
+    """Returns of each group the sum over its rows of x's times y's, [E, D, F]: the gradient by its
+    matrix.
+    """
     return _OUTER_PRODUCTS[platform](x_nxD, y_nxF, sizes_E)
 
 
@@ -106,7 +119,9 @@ class _Blocks:
 
     def __init__(self, num_rows: int, sizes_E: jax.Array) -> None:
         mean = num_rows // (2 * sizes_E.shape[0])
-        self.size = next((b for b in (256, 128, 64, 32) if b <= min(mean, _LARGEST_BLOCK)), _SMALLEST_BLOCK)
+        self.size = next(
+            (b for b in (256, 128, 64, 32) if b <= min(mean, _LARGEST_BLOCK)), _SMALLEST_BLOCK
+        )
         self.size = min(self.size, num_rows)
         self._num_rows = num_rows
         self._ends_E = jnp.cumsum(sizes_E)
@@ -135,7 +150,9 @@ class _Blocks:
 
 
 def _cpu_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = None) -> Product:
-    """Returns the product with the matrices, or with their transposes; `sums`: its type, None: that of the rows."""
+    """Returns the product with the matrices, or with their transposes; `sums`: its type, None: that
+    of the rows.
+    """
 
     @_one_by_one
     def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -146,10 +163,15 @@ def _cpu_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = None) 
             block = blocks[number]
             w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, block.group, keepdims=False)
             y_bxF = jax.lax.dot_general(
-                blocks.rows(x_nxD, block), w_DxF, (((1,), (inputs,)), ((), ())), preferred_element_type=sums
+                blocks.rows(x_nxD, block),
+                w_DxF,
+                (((1,), (inputs,)), ((), ())),
+                preferred_element_type=sums,
             )
             y_bxF = jnp.where(block.is_own_bx1, y_bxF, blocks.rows(y_nxF, block))
-            written: jax.Array = jax.lax.dynamic_update_slice_in_dim(y_nxF, y_bxF, block.start, axis=0)
+            written: jax.Array = jax.lax.dynamic_update_slice_in_dim(
+                y_nxF, y_bxF, block.start, axis=0
+            )
             return written
 
         zeros = jnp.zeros((x_nxD.shape[0], w_ExDxF.shape[1 + outputs]), sums or x_nxD.dtype)
@@ -200,9 +222,14 @@ def _tpu_product(is_transposed: bool, interpret: bool = False) -> Product:
         tiles = _tiles(x_nxD.shape[0], x_nxD.shape[1], w_ExDxF.shape[1 if is_transposed else 2])
         with _standard_promotion():
             y_nxF: jax.Array = gmm(
-                _padded_rows(x_nxD, tiles[0]), w_ExDxF, sizes_E, preferred_element_type=x_nxD.dtype, tiling=tiles,
-                transpose_rhs=is_transposed, interpret=interpret,
-            )  # fmt: skip
+                _padded_rows(x_nxD, tiles[0]),
+                w_ExDxF,
+                sizes_E,
+                preferred_element_type=x_nxD.dtype,
+                tiling=tiles,
+                transpose_rhs=is_transposed,
+                interpret=interpret,
+            )
         return _without_rest(y_nxF[: x_nxD.shape[0]], sizes_E)
 
     return product
@@ -217,7 +244,12 @@ def _tpu_outer_products(interpret: bool = False) -> Product:
         x_nxD, y_nxF = _padded_rows(x_nxD, tiles[0]), _padded_rows(y_nxF, tiles[0])
         with _standard_promotion():
             w_ExDxF: jax.Array = tgmm(
-                x_nxD.T, y_nxF, sizes_E, preferred_element_type=x_nxD.dtype, tiling=tiles, interpret=interpret
+                x_nxD.T,
+                y_nxF,
+                sizes_E,
+                preferred_element_type=x_nxD.dtype,
+                tiling=tiles,
+                interpret=interpret,
             )
         return w_ExDxF
 
@@ -228,7 +260,9 @@ def _ragged_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = Non
     @_one_by_one
     def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         w_ExDxF = w_ExDxF.swapaxes(1, 2) if is_transposed else w_ExDxF
-        return _without_rest(jax.lax.ragged_dot(x_nxD, w_ExDxF, sizes_E, preferred_element_type=sums), sizes_E)
+        return _without_rest(
+            jax.lax.ragged_dot(x_nxD, w_ExDxF, sizes_E, preferred_element_type=sums), sizes_E
+        )
 
     return product
 
@@ -236,13 +270,19 @@ def _ragged_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = Non
 @_one_by_one
 def _ragged_outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
     )
     w_ExDxF: jax.Array = jax.lax.ragged_dot_general(x_nxD, y_nxF, sizes_E, numbers)
     return w_ExDxF
 
 
-_PRODUCTS: dict[str, Callable[[bool], Product]] = {"cpu": _cpu_product, "tpu": _tpu_product, "gpu": _ragged_product}
+_PRODUCTS: dict[str, Callable[[bool], Product]] = {
+    "cpu": _cpu_product,
+    "tpu": _tpu_product,
+    "gpu": _ragged_product,
+}
 _OUTER_PRODUCTS: dict[str, Product] = {
     "cpu": _cpu_outer_products,
     "tpu": _tpu_outer_products(),

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 
 class Order(NamedTuple):
-    """Choices in the order of their experts; those of one expert stay in the order of their tokens."""
+    """Choices in the order of their experts; those of one expert stay in the order of their
+    tokens.
+    """
 
     choice_n: jax.Array  # int32: the choice at each place
     place_n: jax.Array  # int32: the place of each choice
@@ -21,7 +23,9 @@ class Order(NamedTuple):
 
 
 def sorted_by(experts_n: jax.Array, num_experts: int) -> Order:
-    """Returns the order by expert, 0 to `num_experts`; choices of expert `num_experts`, which is none, come last."""
+    """Returns the order by expert, 0 to `num_experts`; choices of expert `num_experts`, which is
+    none, come last.
+    """
     choice_n = jnp.argsort(experts_n, stable=True)
     places_n = jnp.arange(choice_n.size, dtype=choice_n.dtype)
     place_n = jnp.zeros_like(choice_n).at[choice_n].set(places_n, unique_indices=True)
@@ -31,7 +35,9 @@ def sorted_by(experts_n: jax.Array, num_experts: int) -> Order:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def in_order(x_TxD: jax.Array, order: Order, k: int) -> jax.Array:
-    """Returns the token of each choice, in order: [n, D]. Its gradient is a gather too, and no scatter."""
+    """Returns the token of each choice, in order: [n, D]. Its gradient is a gather too, and no
+    scatter.
+    """
     return x_TxD[order.choice_n // k]
 
 

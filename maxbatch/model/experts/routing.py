@@ -1,4 +1,5 @@
-"""Routing: which experts a token goes to, with which weights, and the sums that balance is computed from.
+"""Routing: which experts a token goes to, with which weights, and the sums that balance is computed
+from.
 
 Where a token goes is a function of the token alone, in float32. A capacity is counted within a row.
 
@@ -28,21 +29,25 @@ class Slots(NamedTuple):
     """The slots of rows, as layers see them."""
 
     segments_MxL: jax.Array  # int32: the document of each token, 0 for padding
-    hashes_MxL: jax.Array | None = None  # uint32: of the row and the place in it; None in a model without experts
+    # uint32: of the row and the place in it; None in a model without experts
+    hashes_MxL: jax.Array | None = None
 
 
 class RoutingSums(NamedTuple):
     """Sums over the real tokens of some rows: of one layer, or with a leading axis of layers.
 
-    Each is a plain sum, so those of micro-batches, shards and stages add up to those of the whole batch.
+    Each is a plain sum, so those of micro-batches, shards and stages add up to those of the whole
+    batch.
     """
 
     counts_E: jax.Array  # int32: choices of each expert
-    scores_E: jax.Array  # float32: of each expert's score, the scores of a token divided by their sum
+    # float32: of each expert's score, the scores of a token divided by their sum
+    scores_E: jax.Array
     sequence: jax.Array  # float32: of E sum(f P) of each row, times its tokens
     squares: jax.Array  # float32: of the squared log-sum-exp of the router's logits
     dropped: jax.Array  # int32: choices beyond the capacity of an expert
-    limbs_4: jax.Array  # uint32: of the hashes of row, place, layer and chosen expert, modulo 2^64, in 16-bit limbs
+    # uint32: of the hashes of row, place, layer and chosen expert, modulo 2^64, in 16-bit limbs
+    limbs_4: jax.Array
 
     def plus(self, other: RoutingSums) -> RoutingSums:
         """Returns the sums over the rows of both."""
@@ -54,9 +59,13 @@ class RoutingSums(NamedTuple):
         """Returns the sums over no rows, of all layers."""
         of_experts, layers = (num_layers, num_experts), (num_layers,)
         return cls(
-            jnp.zeros(of_experts, jnp.int32), jnp.zeros(of_experts, jnp.float32), jnp.zeros(layers, jnp.float32),
-            jnp.zeros(layers, jnp.float32), jnp.zeros(layers, jnp.int32), jnp.zeros((num_layers, 4), jnp.uint32),
-        )  # fmt: skip
+            jnp.zeros(of_experts, jnp.int32),
+            jnp.zeros(of_experts, jnp.float32),
+            jnp.zeros(layers, jnp.float32),
+            jnp.zeros(layers, jnp.float32),
+            jnp.zeros(layers, jnp.int32),
+            jnp.zeros((num_layers, 4), jnp.uint32),
+        )
 
 
 class Routes(NamedTuple):
@@ -67,7 +76,9 @@ class Routes(NamedTuple):
 
 
 def carried(limbs_x4: jax.Array) -> jax.Array:
-    """Returns 64-bit sums, each in four limbs of 16 bits along the last axis, with every limb below 2^16."""
+    """Returns 64-bit sums, each in four limbs of 16 bits along the last axis, with every limb below
+    2^16.
+    """
     return jnp.moveaxis(carry(jnp, jnp.moveaxis(limbs_x4, -1, 0)), 0, -1)
 
 
@@ -78,11 +89,14 @@ def slot_hashes(tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
     return mixed(mixed(places_1xL + hashes_Mx2[:, :1]) ^ hashes_Mx2[:, 1:])
 
 
-def choose(config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | None) -> tuple[Routes, jax.Array]:
-    """Returns the experts of each token, the likeliest first, and its scores of all experts, float32[M, L, E].
+def choose(
+    config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | None
+) -> tuple[Routes, jax.Array]:
+    """Returns the experts of each token, the likeliest first, and its scores of all experts,
+    float32[M, L, E].
 
-    Of equal scores the expert with the lower number comes first. The bias changes the choice, and no weight. The
-    scores that are returned add up to 1, sigmoid ones divided by their sum.
+    Of equal scores the expert with the lower number comes first. The bias changes the choice, and
+    no weight. The scores that are returned add up to 1, sigmoid ones divided by their sum.
     """
     is_sigmoid = config.routed_score_func == "sigmoid"
     scores_MxLxE = jax.nn.sigmoid(logits_MxLxE) if is_sigmoid else jax.nn.softmax(logits_MxLxE)
@@ -91,21 +105,28 @@ def choose(config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | Non
     _, experts_MxLxk = jax.lax.top_k(ranked_MxLxE, config.num_experts_per_tok)
     weights_MxLxk = jnp.take_along_axis(scores_MxLxE, experts_MxLxk, axis=-1)
     if config.norm_topk_prob and config.num_experts_per_tok == 1:
-        weights_MxLxk = jnp.ones_like(weights_MxLxk)  # and not a quotient, whose gradient is rounding
+        # and not a quotient, whose gradient is rounding
+        weights_MxLxk = jnp.ones_like(weights_MxLxk)
     elif config.norm_topk_prob:
         weights_MxLxk /= _total(weights_MxLxk)
     if config.routed_scaling_factor != 1:
         weights_MxLxk *= config.routed_scaling_factor
-    return Routes(experts_MxLxk, weights_MxLxk), scores_MxLxE / _total(scores_MxLxE) if is_sigmoid else scores_MxLxE
+    return Routes(experts_MxLxk, weights_MxLxk), scores_MxLxE / _total(
+        scores_MxLxE
+    ) if is_sigmoid else scores_MxLxE
 
 
 def _total(scores: jax.Array) -> jax.Array:
-    """Returns the sum of positive scores over the last axis, which is kept; sigmoid ones may all be rounded to 0."""
+    """Returns the sum of positive scores over the last axis, which is kept; sigmoid ones may all be
+    rounded to 0.
+    """
     return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _LEAST)
 
 
 def _in_best_groups(config: ModelConfig, ranked_MxLxE: jax.Array) -> jax.Array:
-    """Returns what experts are ranked by, minus infinity outside of the token's best groups (DeepSeek-V3, 2.1.2)."""
+    """Returns what experts are ranked by, minus infinity outside of the token's best groups
+    (DeepSeek-V3, 2.1.2).
+    """
     groups, best = config.n_routing_groups, config.topk_routing_group
     if groups <= 1 or best in (-1, groups):
         return ranked_MxLxE
@@ -117,22 +138,30 @@ def _in_best_groups(config: ModelConfig, ranked_MxLxE: jax.Array) -> jax.Array:
 
 
 def within_rows(
-    config: ModelConfig, routes: Routes, scores_MxLxE: jax.Array, logits_MxLxE: jax.Array, slots: Slots,
+    config: ModelConfig,
+    routes: Routes,
+    scores_MxLxE: jax.Array,
+    logits_MxLxE: jax.Array,
+    slots: Slots,
     layer: jax.Array | int,
-) -> tuple[Routes, RoutingSums]:  # fmt: skip
-    """Returns the routes of real tokens, within the capacity if there is one, and the sums over the rows.
+) -> tuple[Routes, RoutingSums]:
+    """Returns the routes of real tokens, within the capacity if there is one, and the sums over the
+    rows.
 
-    Padding goes to no expert, and so do choices beyond the capacity, whose share of the output is lost.
+    Padding goes to no expert, and so do choices beyond the capacity, whose share of the output is
+    lost.
     """
     num_experts, experts_MxLxk = config.num_experts, routes.experts_MxLxk
     real_MxL = slots.segments_MxL != 0
     tokens_M = jnp.sum(real_MxL, axis=1, dtype=jnp.int32)
-    is_chosen_MxLxkxE = (experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]) & real_MxL[
-        ..., None, None
-    ]
+    is_chosen_MxLxkxE = (
+        experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]
+    ) & real_MxL[..., None, None]
     counts_MxE = jnp.sum(is_chosen_MxLxkxE, axis=(1, 2), dtype=jnp.int32)
     scores_MxE = jnp.sum(jnp.where(real_MxL[..., None], scores_MxLxE, 0.0), axis=1)
-    share_M = num_experts / (config.num_experts_per_tok * jnp.maximum(tokens_M, 1).astype(jnp.float32))
+    share_M = num_experts / (
+        config.num_experts_per_tok * jnp.maximum(tokens_M, 1).astype(jnp.float32)
+    )
     even_M = share_M * jnp.sum(counts_MxE.astype(jnp.float32) * scores_MxE, axis=1)
     squares_MxL = jnp.square(jax.nn.logsumexp(logits_MxLxE, axis=-1))
     goes_MxLxk = jnp.broadcast_to(real_MxL[..., None], experts_MxLxk.shape)
@@ -151,33 +180,52 @@ def within_rows(
 
 
 def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array) -> jax.Array:
-    """Returns whether each choice is within the capacity of its expert; earlier tokens of a row come first."""
+    """Returns whether each choice is within the capacity of its expert; earlier tokens of a row
+    come first.
+    """
     rows, length, k, num_experts = is_chosen_MxLxkxE.shape
     factor = Fraction(repr(config.capacity_factor))
     capacities = np.asarray(
-        [min(tokens * k, math.ceil(factor * tokens * k / num_experts)) for tokens in range(length + 1)], np.int32
+        [
+            min(tokens * k, math.ceil(factor * tokens * k / num_experts))
+            for tokens in range(length + 1)
+        ],
+        np.int32,
     )
     in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
-    places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)  # from 1
+    # from 1
+    places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)
     fits: jax.Array = places <= jnp.asarray(capacities)[tokens_M][:, None, None]
     return fits
 
 
 def _fingerprint(slots: Slots, experts_MxLxk: jax.Array, layer: jax.Array | int) -> jax.Array:
-    """Returns the sum of the hashes of row, place, layer and chosen expert over the real tokens: uint32[4]."""
+    """Returns the sum of the hashes of row, place, layer and chosen expert over the real tokens:
+    uint32[4].
+    """
     assert slots.hashes_MxL is not None, "the rows are hashed where there are experts"
-    route = experts_MxLxk.astype(jnp.uint32) * _EXPERT + jnp.asarray(layer).astype(jnp.uint32) * _LAYER
+    route = (
+        experts_MxLxk.astype(jnp.uint32) * _EXPERT + jnp.asarray(layer).astype(jnp.uint32) * _LAYER
+    )
     low = mixed(slots.hashes_MxL[..., None] ^ mixed(route + _LANES[0]))
     high = mixed(low ^ mixed(route + _LANES[1]))
     real = (slots.segments_MxL != 0).astype(jnp.uint32)[..., None]
     # By bytes, of which 32 bits hold the sum over 2^23 slots and choices of a row.
-    in_row = [jnp.sum((lane >> np.uint32(8 * byte) & _BYTE) * real, axis=(1, 2), dtype=jnp.uint32)
-              for lane in (low, high) for byte in range(4)]  # fmt: skip
+    in_row = [
+        jnp.sum((lane >> np.uint32(8 * byte) & _BYTE) * real, axis=(1, 2), dtype=jnp.uint32)
+        for lane in (low, high)
+        for byte in range(4)
+    ]
     bytes_M, over = [], jnp.zeros_like(in_row[0])
     for total in in_row:
         total += over
         bytes_M.append(total & _BYTE)
         over = total >> np.uint32(8)
-    lanes_M = [sum((bytes_M[4 * lane + byte] << np.uint32(8 * byte) for byte in range(1, 4)), bytes_M[4 * lane])
-               for lane in range(2)]  # fmt: skip
+    lanes_M = [
+        sum(
+            (bytes_M[4 * lane + byte] << np.uint32(8 * byte) for byte in range(1, 4)),
+            bytes_M[4 * lane],
+        )
+        for lane in range(2)
+    ]
     return carry(jnp, limb_sums(jnp, jnp.stack(lanes_M, axis=1)))

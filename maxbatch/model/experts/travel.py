@@ -1,12 +1,13 @@
 """How tokens travel to experts that other devices of an axis hold, and the experts' outputs back.
 
-Each device sends every other one the choices of the experts there, by all-to-alls. A buffer has room for a quarter more
-than the choices that a device sends another if all experts get as many. What is beyond goes in further rounds, as many
-as the fullest pair of devices needs, so nothing is dropped and a usual update takes one round. The backward pass takes
-the same rounds and computes the experts' products again, so no outputs of a round are kept.
+Each device sends every other one the choices of the experts there, by all-to-alls. A buffer has
+room for a quarter more than the choices that a device sends another if all experts get as many.
+What is beyond goes in further rounds, as many as the fullest pair of devices needs, so nothing is
+dropped and a usual update takes one round. The backward pass takes the same rounds and computes the
+experts' products again, so no outputs of a round are kept.
 
-Shapes: T tokens of a device, k experts of a token, n = T x k choices, token by token; A devices on the axis, each with
-C places for choices of each other; E experts, e of them on a device; D model.
+Shapes: T tokens of a device, k experts of a token, n = T x k choices, token by token; A devices on
+the axis, each with C places for choices of each other; E experts, e of them on a device; D model.
 """
 
 from __future__ import annotations
@@ -24,17 +25,26 @@ from jax.sharding import Mesh
 from maxbatch.model.experts.order import Order, sorted_by
 from maxbatch.parallel.trees import Tree
 
-# Rows [n, D], their shares [n, 1], the rows of each expert [E], and the experts' weights, to outputs [n, D].
+# Rows [n, D], their shares [n, 1], the rows of each expert [E], and the experts' weights, to
+# outputs [n, D].
 Compute = Callable[..., jax.Array]
 _ROOM = 1.25  # places, as a share of those that are needed if all experts get as many
 _MULTIPLE = 8  # of places
 
 
 def sum_over_axis(
-    x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, num_experts: int, axis: str,
-    mesh: Mesh, compute: Compute, codes: Tree = None,
-) -> jax.Array:  # fmt: skip
-    """Returns of each token the sum of its experts' outputs, [T, D], within `shard_map` over all axes of the mesh.
+    x_TxD: jax.Array,
+    experts_n: jax.Array,
+    shares_n: jax.Array,
+    *weights: jax.Array,
+    num_experts: int,
+    axis: str,
+    mesh: Mesh,
+    compute: Compute,
+    codes: Tree = None,
+) -> jax.Array:
+    """Returns of each token the sum of its experts' outputs, [T, D], within `shard_map` over all
+    axes of the mesh.
 
     Args:
       x_TxD: the tokens of this device.
@@ -49,7 +59,9 @@ def sum_over_axis(
     """
 
     way = _Way(num_experts, axis, mesh, compute)
-    y_TxD: jax.Array = _travelled(way, _Arguments(x_TxD, shares_n, weights), _Fixed(experts_n, codes))
+    y_TxD: jax.Array = _travelled(
+        way, _Arguments(x_TxD, shares_n, weights), _Fixed(experts_n, codes)
+    )
     return y_TxD
 
 
@@ -84,12 +96,16 @@ def _travelled(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
     return y_TxD
 
 
-def _pulled_back(way: _Way, kept: tuple[_Arguments, _Fixed], grad_TxD: jax.Array) -> tuple[_Arguments, None]:
+def _pulled_back(
+    way: _Way, kept: tuple[_Arguments, _Fixed], grad_TxD: jax.Array
+) -> tuple[_Arguments, None]:
     grads: _Arguments = sequential_vmap(partial(_gradients_over_rounds, way))(*kept, grad_TxD)
     return grads, None
 
 
-_travelled.defvjp(lambda way, given, fixed: (_travelled(way, given, fixed), (given, fixed)), _pulled_back)
+_travelled.defvjp(
+    lambda way, given, fixed: (_travelled(way, given, fixed), (given, fixed)), _pulled_back
+)
 
 
 def _sum_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
@@ -98,7 +114,9 @@ def _sum_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
     def add_round(number: jax.Array, y_TxD: jax.Array) -> jax.Array:
         there = journey.round(number)
         x_sxD, shares_sx1 = there.sent(given.x_TxD), there.sent_choices(given.shares_n)
-        y_sxD = way.compute(x_sxD, shares_sx1, there.order.sizes_E, *given.weights, codes=fixed.codes)
+        y_sxD = way.compute(
+            x_sxD, shares_sx1, there.order.sizes_E, *given.weights, codes=fixed.codes
+        )
         return y_TxD + there.returned(y_sxD)
 
     y_TxD = jnp.zeros(given.x_TxD.shape, jnp.float32)
@@ -106,19 +124,25 @@ def _sum_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
     return summed.astype(given.x_TxD.dtype)
 
 
-def _gradients_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed, grad_TxD: jax.Array) -> _Arguments:
+def _gradients_over_rounds(
+    way: _Way, given: _Arguments, fixed: _Fixed, grad_TxD: jax.Array
+) -> _Arguments:
     journey = _Journey.of(way, fixed.experts_n, given.x_TxD.shape[0])
 
     def add_round(number: jax.Array, grads: _Arguments) -> _Arguments:
         there = journey.round(number)
 
-        def compute(x_sxD: jax.Array, shares_sx1: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+        def compute(
+            x_sxD: jax.Array, shares_sx1: jax.Array, weights: tuple[jax.Array, ...]
+        ) -> jax.Array:
             return way.compute(x_sxD, shares_sx1, there.order.sizes_E, *weights, codes=fixed.codes)
 
         arrived = there.sent(given.x_TxD), there.sent_choices(given.shares_n), given.weights
         x_sxD, shares_sx1, weights = jax.vjp(compute, *arrived)[1](there.sent(grad_TxD))
         more = _Arguments(there.returned(x_sxD), there.returned_choices(shares_sx1), weights)
-        added: _Arguments = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), grads, more)
+        added: _Arguments = jax.tree.map(
+            lambda total, grad: total + grad.astype(total.dtype), grads, more
+        )
         return added
 
     # In float32 while rounds are added.
@@ -146,7 +170,9 @@ class _Journey(NamedTuple):
         num_local = way.num_experts // num_devices
         order = sorted_by(experts_n, way.num_experts)
         sizes_A = order.sizes_E.reshape(num_devices, num_local).sum(axis=1)
-        room = min(math.ceil(_ROOM * experts_n.size / num_devices / _MULTIPLE) * _MULTIPLE, experts_n.size)
+        room = min(
+            math.ceil(_ROOM * experts_n.size / num_devices / _MULTIPLE) * _MULTIPLE, experts_n.size
+        )
         num_rounds = jax.lax.pmax(-(-jnp.max(sizes_A) // room), way.mesh.axis_names)
         sizes_Axe = jax.lax.all_to_all(order.sizes_E.reshape(num_devices, num_local), axis, 0, 0)
         first_A = jnp.cumsum(sizes_A) - sizes_A
@@ -158,17 +184,30 @@ class _Journey(NamedTuple):
         num_devices, num_local = self.sizes_Axe.shape
         first = number * self.room
         places_AxC = self.first_A[:, None] + first + jnp.arange(self.room)[None]
-        choice_s = self.order.choice_n[jnp.minimum(places_AxC, self.order.choice_n.size - 1).reshape(-1)]
+        choice_s = self.order.choice_n[
+            jnp.minimum(places_AxC, self.order.choice_n.size - 1).reshape(-1)
+        ]
         ends_Axe = jnp.cumsum(self.sizes_Axe, axis=1)
-        expert_AxC = jnp.sum((first + jnp.arange(self.room))[None, :, None] >= ends_Axe[:, None], axis=-1)
+        expert_AxC = jnp.sum(
+            (first + jnp.arange(self.room))[None, :, None] >= ends_Axe[:, None], axis=-1
+        )
         within_n = self.order.place_n - jnp.append(self.first_A, 0)[self.device_n] - first
         goes_n = (self.device_n < num_devices) & (within_n >= 0) & (within_n < self.room)
         place_n = jnp.where(goes_n, self.device_n * self.room + within_n, 0)
-        return _Round(self.axis, self.k, choice_s, sorted_by(expert_AxC.reshape(-1), num_local), goes_n, place_n)
+        return _Round(
+            self.axis,
+            self.k,
+            choice_s,
+            sorted_by(expert_AxC.reshape(-1), num_local),
+            goes_n,
+            place_n,
+        )
 
 
 class _Round(NamedTuple):
-    """One exchange of s = A x C choices. Places that are not needed hold some other choice, and go to no expert."""
+    """One exchange of s = A x C choices. Places that are not needed hold some other choice, and go
+    to no expert.
+    """
 
     axis: str
     k: int
@@ -192,10 +231,18 @@ class _Round(NamedTuple):
         return self._exchanged(x_TxD[self.choice_s // self.k])[self.order.choice_n]
 
     def returned_choices(self, values_sx1: jax.Array) -> jax.Array:
-        """Returns the number of each choice of this device, and 0 for those of other rounds: [n]."""
-        return jnp.where(self.goes_n, self._exchanged(values_sx1[self.order.place_n])[self.place_n, 0], 0)
+        """Returns the number of each choice of this device, and 0 for those of other rounds:
+        [n].
+        """
+        return jnp.where(
+            self.goes_n, self._exchanged(values_sx1[self.order.place_n])[self.place_n, 0], 0
+        )
 
     def returned(self, y_sxD: jax.Array) -> jax.Array:
-        """Returns of each token of this device the sum over its choices that went in this round: float32[T, D]."""
-        y_nxD = jnp.where(self.goes_n[:, None], self._exchanged(y_sxD[self.order.place_n])[self.place_n], 0)
+        """Returns of each token of this device the sum over its choices that went in this round:
+        float32[T, D].
+        """
+        y_nxD = jnp.where(
+            self.goes_n[:, None], self._exchanged(y_sxD[self.order.place_n])[self.place_n], 0
+        )
         return y_nxD.reshape(-1, self.k, y_nxD.shape[-1]).astype(jnp.float32).sum(axis=1)

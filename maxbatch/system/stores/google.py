@@ -34,7 +34,10 @@ class Google:
     """`gs://`, whose versions are generations."""
 
     package, extra = "gcsfs", "gcs"
-    sign_in = "sign in with `gcloud auth application-default login`, or give the machine a service account"
+    sign_in = (
+        "sign in with `gcloud auth application-default login`, or give the machine a service "
+        "account"
+    )
     needs = "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket"
     variables: tuple[str, ...] = ("STORAGE_EMULATOR_HOST",)
     make_bucket = "gcloud storage buckets create gs://"
@@ -46,7 +49,9 @@ class Google:
         if "requests_timeout" not in conf and importlib.util.find_spec("aiohttp"):
             import aiohttp
 
-            conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+            conf["requests_timeout"] = aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_S, sock_read=READ_S
+            )
 
     def try_once(self, files: GoogleFiles) -> None:
         from gcsfs.retry import HttpError
@@ -72,16 +77,25 @@ class Google:
         headers, content = files.call("GET", files.url(f"gs://{bucket}/{name}"))
         return Content(content, headers.get("x-goog-generation", ""), *_stated(headers, content))
 
-    def write(self, files: GoogleFiles, bucket: str, name: str, data: bytes, version: str | None) -> str:
+    def write(
+        self, files: GoogleFiles, bucket: str, name: str, data: bytes, version: str | None
+    ) -> str:
         service = files.base.removesuffix("/storage/v1/")
         path, mark = f"{service}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
         named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
         begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
-        body = begin.encode() + data + f"\n--{mark}--".encode()  # multipart, since an empty body counts as none
+        # multipart, since an empty body counts as none
+        body = begin.encode() + data + f"\n--{mark}--".encode()
         headers = {"Content-Type": f'multipart/related; boundary="{mark}"'}
         match = version or "0"
         answer = files.call(
-            "POST", path, uploadType="multipart", ifGenerationMatch=match, headers=headers, data=body, json_out=True
+            "POST",
+            path,
+            uploadType="multipart",
+            ifGenerationMatch=match,
+            headers=headers,
+            data=body,
+            json_out=True,
         )
         return str(answer["generation"])
 
@@ -89,7 +103,9 @@ class Google:
         files.call("DELETE", _object(bucket, name), ifGenerationMatch=version)
         return True
 
-    def join(self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+    def join(
+        self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes
+    ) -> None:
         tail = f"{name}.tail"
         try:  # by version: a stopped writer may write its own tail at any time
             found = self.version(files, bucket, tail)
@@ -98,7 +114,9 @@ class Google:
         written = self.write(files, bucket, tail, data, found)
         parts = [{"name": name}, {"name": tail, "generation": written}]
         sources = {"sourceObjects": parts, "destination": {"contentType": "text/plain"}}
-        files.call("POST", f"{_object(bucket, name)}/compose", json=sources, ifGenerationMatch=version)
+        files.call(
+            "POST", f"{_object(bucket, name)}/compose", json=sources, ifGenerationMatch=version
+        )
         try:
             self.remove(files, bucket, tail, written)
         except Exception as error:
@@ -118,7 +136,11 @@ class Google:
             return HTTPStatus.UNAUTHORIZED
         if isinstance(error, TransportError | json.JSONDecodeError) or is_retriable(error):
             return HTTPStatus.SERVICE_UNAVAILABLE
-        return HTTPStatus.FORBIDDEN if isinstance(error, OSError) and str(error).startswith("Forbidden") else None
+        return (
+            HTTPStatus.FORBIDDEN
+            if isinstance(error, OSError) and str(error).startswith("Forbidden")
+            else None
+        )
 
 
 def _object(bucket: str, name: str) -> str:
@@ -132,5 +154,7 @@ def _stated(headers: Mapping[str, str], content: bytes) -> tuple[object, object]
         return None, None  # decompressed on the way
     hashes = ",".join(value for name, value in headers.items() if name.lower() == "x-goog-hash")
     if md5 := re.search(r"md5=([^,]+)", hashes):
-        return md5[1].strip(), base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+        return md5[1].strip(), base64.b64encode(
+            hashlib.md5(content, usedforsecurity=False).digest()
+        ).decode()
     return int(headers.get("x-goog-stored-content-length", len(content))), len(content)

@@ -10,7 +10,9 @@ CONNECT_S, READ_S = 10, 30  # a request silent for longer has failed
 
 
 class FileSystem(Protocol):
-    """The methods used of fsspec's file systems; a file's description is the client's own record."""
+    """The methods used of fsspec's file systems; a file's description is the client's own
+    record.
+    """
 
     def info(self, path: str) -> dict[str, Any]: ...
     def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
@@ -37,7 +39,8 @@ Files = TypeVar("Files", bound=FileSystem, contravariant=True)
 
 
 class ObjectStore(Protocol[Files]):
-    """One kind of object store. `files` is its fsspec file system, `bucket` and `name` are the parts of a URL.
+    """One kind of object store. `files` is its fsspec file system, `bucket` and `name` are the
+    parts of a URL.
 
     Methods raise the client's exceptions. A version changes with every write of an object.
     """
@@ -46,17 +49,21 @@ class ObjectStore(Protocol[Files]):
     extra: str  # maxbatch's extra that installs the package
     sign_in: str  # how to get credentials, for messages
     needs: str  # rights needed by a run, for messages
-    variables: tuple[str, ...]  # of the environment: where the store is, and credentials, but not names of files
+    # of the environment: where the store is, and credentials, but not names of files
+    variables: tuple[str, ...]
     make_bucket: str  # command that makes a bucket; the bucket's name follows
 
     def configure(self, conf: dict[str, object]) -> None:
-        """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
+        """Completes fsspec's settings of the scheme, and the environment, before a client is
+        made.
+        """
 
     def try_once(self, files: Files) -> None:
         """Leaves further tries of a request to `persist`.
 
-        A request that its client repeats unseen may meet its own effect: a removed object is not found, and a
-        condition on a version no longer holds. `persist` counts the tries, and so can tell.
+        A request that its client repeats unseen may meet its own effect: a removed object is not
+        found, and a condition on a version no longer holds. `persist` counts the tries, and so can
+        tell.
         """
 
     def version(self, files: Files, bucket: str, name: str) -> str:
@@ -66,16 +73,22 @@ class ObjectStore(Protocol[Files]):
         """Returns the content of an object, by one request."""
 
     def write(self, files: Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
-        """Writes an object if it has this version, or does not exist (None); returns its new version."""
+        """Writes an object if it has this version, or does not exist (None); returns its new
+        version.
+        """
 
     def remove(self, files: Files, bucket: str, name: str, version: str) -> bool:
         """Removes an object if it has this version; returns whether it did."""
 
-    def join(self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+    def join(
+        self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes
+    ) -> None:
         """Appends bytes, inside the store, to an object of `size` bytes if it has this version."""
 
     def status(self, error: BaseException) -> int | None:
-        """Returns the HTTP status of a client's exception, also of one without a response; None for any other."""
+        """Returns the HTTP status of a client's exception, also of one without a response; None for
+        any other.
+        """
 
 
 def split(url: str) -> tuple[str, str, str]:

@@ -21,14 +21,17 @@ MakeExecutable = Callable[[str, Callable[[], jax.stages.Lowered]], jax.stages.Co
 def compile_here(
     name: str, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str] = NO_OPTIONS
 ) -> jax.stages.Compiled:
-    """Compiles a program on the calling thread with `program_options`; the default `MakeExecutable`."""
+    """Compiles a program on the calling thread with `program_options`; the default
+    `MakeExecutable`.
+    """
     return compile_program(lower(), options)
 
 
 class Background:
     """A thread that compiles ahead of training, at a lower priority.
 
-    `check` raises a job's failure, which fails the run. Leaving the context drops jobs that have not begun.
+    `check` raises a job's failure, which fails the run. Leaving the context drops jobs that have
+    not begun.
     """
 
     def __init__(self) -> None:

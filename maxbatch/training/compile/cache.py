@@ -39,7 +39,9 @@ def use_persistent_cache(stated: str, default: Path) -> None:
 
 @contextlib.contextmanager
 def without_persistent_cache() -> Iterator[None]:
-    """Compiles without the cache, because cached executables do not serialise completely on every backend."""
+    """Compiles without the cache, because cached executables do not serialise completely on every
+    backend.
+    """
     folder = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
@@ -53,7 +55,8 @@ def without_persistent_cache() -> Iterator[None]:
 class CompileCounter:
     """A count of XLA compilations, persistent-cache hits included, on the counter's thread.
 
-    Compilations of other threads are off the critical path. `on_compile` is called with the seconds of each.
+    Compilations of other threads are off the critical path. `on_compile` is called with the seconds
+    of each.
     """
 
     def __init__(self, on_compile: Callable[[float], None] = lambda seconds: None) -> None:

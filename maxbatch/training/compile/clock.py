@@ -1,8 +1,9 @@
 """The time of a compiled TPU program, modelled from its schedule. No JAX.
 
-The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over loops,
-the estimates are the computation of an update. Collectives are counted in bytes, exposed or overlapped by computation.
-This is a model: nothing is measured, and it leaves out waits for memory, the host or other chips.
+The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles.
+Summed over loops, the estimates are the computation of an update. Collectives are counted in bytes,
+exposed or overlapped by computation. This is a model: nothing is measured, and it leaves out waits
+for memory, the host or other chips.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from maxbatch.system.chips import Chip
 from maxbatch.training.compile.hlo import Instruction, Module, arrays, shape_bytes
 
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 # Exposed fusions of a collective, without computation of another operation.
 _OPEN_FUSIONS = ("all-reduce-scatter", "reduce-scatter-fusion")
 
@@ -38,7 +46,8 @@ class Schedule:
     kernel_cycles: float = 0  # of custom kernels, by their cost; not in `compute_cycles`
     hidden_collective_bytes: float = 0  # while computation runs
     exposed_collective_bytes: float = 0
-    operations: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # cycles by name and source
+    # cycles by name and source
+    operations: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
     def add(self, other: Schedule, times: int) -> None:
         """Adds the cost of a loop or a call, times its runs."""
@@ -55,10 +64,14 @@ class Schedule:
         return self.compute_cycles + self.kernel_cycles
 
     def dearest(self, number: int) -> list[Operation]:
-        return [Operation(*key, cycles=round(cycles)) for key, cycles in self.operations.most_common(number)]
+        return [
+            Operation(*key, cycles=round(cycles))
+            for key, cycles in self.operations.most_common(number)
+        ]
 
     def seconds(self, chip: Chip) -> float | None:
-        """Returns the modelled time: the longer of computation and hidden transfer, plus the exposed transfer.
+        """Returns the modelled time: the longer of computation and hidden transfer, plus the
+        exposed transfer.
 
         Returns None if the chip's compiler counts no cycles.
         """
@@ -107,10 +120,15 @@ class _Reader:
         return total
 
     def _alone(self, one: Instruction, shapes: Mapping[str, str]) -> Schedule:
-        """Returns the cost of an instruction, without collectives that it begins, carries or ends."""
+        """Returns the cost of an instruction, without collectives that it begins, carries or
+        ends.
+        """
         found = Schedule()
         if one.opcode == "while":
-            found.add(self.computation(one.attribute("body") or ""), _turns(one, self._module) or self._trips)
+            found.add(
+                self.computation(one.attribute("body") or ""),
+                _turns(one, self._module) or self._trips,
+            )
         elif one.opcode == "conditional":
             branches = [self.computation(name) for name in _branches(one)]
             found.add(max(branches, key=lambda branch: branch.busy_cycles, default=Schedule()), 1)
@@ -126,13 +144,19 @@ class _Reader:
 
 
 def _turns(loop: Instruction, module: Module) -> int | None:
-    """Returns the turns of a loop that counts from zero; None if the number is an argument of the program."""
+    """Returns the turns of a loop that counts from zero; None if the number is an argument of the
+    program.
+    """
     known = loop.number("known_trip_count")
     if known is not None:
         return known
     condition = _by_name(module, loop.attribute("condition"))
     for one in condition.values():
-        if one.opcode == "compare" and one.attribute("direction") == "LT" and len(one.operands) == 2:
+        if (
+            one.opcode == "compare"
+            and one.attribute("direction") == "LT"
+            and len(one.operands) == 2
+        ):
             bound = _whole_constant(condition.get(one.operands[1]))
             if bound is not None:
                 return math.ceil(bound / _stride(loop, module, condition.get(one.operands[0])))
@@ -140,7 +164,9 @@ def _turns(loop: Instruction, module: Module) -> int | None:
 
 
 def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> int:
-    """Returns the increment of the counter per turn: 1 unless the loop is unrolled and adds another constant."""
+    """Returns the increment of the counter per turn: 1 unless the loop is unrolled and adds another
+    constant.
+    """
     body = _by_name(module, loop.attribute("body"))
     results = [one for one in body.values() if one.opcode == "tuple"]
     index = int((counter and counter.attribute("index")) or -1)
@@ -151,7 +177,9 @@ def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> i
         added = body.get(added.operands[0])
     if added is None or added.opcode != "add":
         return 1
-    return next((stride for name in added.operands if (stride := _whole_constant(body.get(name)))), 1)
+    return next(
+        (stride for name in added.operands if (stride := _whole_constant(body.get(name)))), 1
+    )
 
 
 def _by_name(module: Module, computation: str | None) -> dict[str, Instruction]:
@@ -159,7 +187,12 @@ def _by_name(module: Module, computation: str | None) -> dict[str, Instruction]:
 
 
 def _whole_constant(one: Instruction | None) -> int | None:
-    is_whole = one and one.opcode == "constant" and re.match(r"[su]32\[\]", one.shape) and one.rest[:1].isdigit()
+    is_whole = (
+        one
+        and one.opcode == "constant"
+        and re.match(r"[su]32\[\]", one.shape)
+        and one.rest[:1].isdigit()
+    )
     return int(one.rest.partition(")")[0]) if one and is_whole else None
 
 
@@ -170,7 +203,9 @@ def _branches(one: Instruction) -> list[str]:
 
 
 def _title(one: Instruction) -> str:
-    """Returns the end of JAX's name of an operation: the primitive, a product's equation or a kernel's name."""
+    """Returns the end of JAX's name of an operation: the primitive, a product's equation or a
+    kernel's name.
+    """
     if is_kernel(one):
         return one.name.partition(".")[0]
     parts = one.op_name.split("/") if one.op_name else [one.name]
@@ -189,10 +224,11 @@ class Transfer:
 def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
     """Yields the collectives among a computation's own instructions.
 
-    A collective is one blocking instruction; or a start and a done (a call on SparseCores; from libtpu 0.0.46 on, an
-    update between them passes the operands); or part of fusions, where one channel counts once even across several.
-    `async_collective_name` marks a start and a done that the compiler joined again because nothing runs between them
-    (`ConvertAsyncCollectivesToSync` in XLA), so it blocks.
+    A collective is one blocking instruction; or a start and a done (a call on SparseCores; from
+    libtpu 0.0.46 on, an update between them passes the operands); or part of fusions, where one
+    channel counts once even across several. `async_collective_name` marks a start and a done that
+    the compiler joined again because nothing runs between them (`ConvertAsyncCollectivesToSync` in
+    XLA), so it blocks.
     """
     shapes = {one.name: one.shape for one in instructions}
     fused: dict[str, list[int]] = {}
@@ -202,7 +238,9 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
         if kind in _COLLECTIVES:
             is_start = one.opcode.endswith("-start")
             end = _span(instructions, index)[1] if is_start else index
-            size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
+            size = _wire_bytes(
+                kind, one, shapes, instructions[end].shape if is_start else one.shape
+            )
             yield Transfer(size, range(index + 1, end))
         elif one.opcode in ("fusion", "async-start", "call-start", "custom-call-start"):
             places = [index] if one.opcode == "fusion" else _span(instructions, index)
@@ -217,7 +255,9 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
 
 def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
     """Yields the collectives of a called computation, with their channel and bytes."""
-    name = one.attribute("calls") or one.attribute("to_apply") or one.attribute("called_computations")
+    name = (
+        one.attribute("calls") or one.attribute("to_apply") or one.attribute("called_computations")
+    )
     called = module.computations.get(name or "", [])
     shapes = {inner.name: inner.shape for inner in called}
     for inner in called:
@@ -228,13 +268,17 @@ def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
 
 
 def _carries_computation(one: Instruction) -> bool:
-    """Returns whether an instruction runs a collective in parallel with another operation's computation."""
+    """Returns whether an instruction runs a collective in parallel with another operation's
+    computation.
+    """
     called = one.attribute("calls") or ""
     return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
 
 
 def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
-    """Returns the span of an asynchronous operation: from its operands to its done, else to the end."""
+    """Returns the span of an asynchronous operation: from its operands to its done, else to the
+    end.
+    """
     names, first = {instructions[start].name}, start
     for index in range(start + 1, len(instructions)):
         one = instructions[index]
@@ -269,18 +313,22 @@ def is_kernel(one: Instruction) -> bool:
 def kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
     """Returns the cycles of a custom kernel at the chip's peak of arithmetic or memory, the larger.
 
-    JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`, JAX 0.10) states no cost; its products
-    are counted.
+    JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`, JAX 0.10) states no
+    cost; its products are counted.
     """
     if chip.clock_ghz is None:
         return 0
     flops = one.number("flops") or _splash_flops(one, shapes)
-    seconds = max(flops / (chip.tflops * 1e12), (one.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9))
+    seconds = max(
+        flops / (chip.tflops * 1e12), (one.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9)
+    )
     return round(seconds * chip.clock_ghz * 1e9)
 
 
 def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns the FLOPs of causal splash attention from its queries, [..., heads, length, head_dim], and its keys."""
+    """Returns the FLOPs of causal splash attention from its queries, [..., heads, length,
+    head_dim], and its keys.
+    """
     splash = _SPLASH.search(one.name + one.op_name)
     given = [array for name in one.operands for array in arrays(shapes.get(name, ""))]
     floats = [dims for kind, dims in given if kind[0] in "fb" and len(dims) >= 2]
@@ -289,21 +337,27 @@ def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
     queries, keys = floats[0], floats[1]
     products = _SPLASH_PRODUCTS[splash[1]]
     if splash[1] == "dkv" and any(len(dims) > len(queries) for _, dims in arrays(one.shape)):
-        products = _FUSED_BACKWARD_PRODUCTS  # returns the queries' gradient by blocks of keys: one more axis
+        # returns the queries' gradient by blocks of keys: one more axis
+        products = _FUSED_BACKWARD_PRODUCTS
     grid = next((dims for kind, dims in given if kind[0] == "s" and len(dims) == 3), None)
     share = _computed_share(queries[-2], keys[-2], _blocks(one, splash[1]), grid)
     return share * products * 2 * math.prod(queries) * keys[-2]
 
 
 def _blocks(one: Instruction, phase: str) -> tuple[int, int] | None:
-    """Returns the rows of queries and of keys per block, as splash kernels state them for the profiler."""
+    """Returns the rows of queries and of keys per block, as splash kernels state them for the
+    profiler.
+    """
     suffix = "" if phase == "fwd" else f"_{phase}"
     found = [re.search(rf'block_{side}{suffix}\\?":\s*(\d+)', one.rest) for side in ("q", "kv")]
     return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
 
 
-def _computed_share(queries: int, keys: int, blocks: tuple[int, int] | None, grid: tuple[int, ...] | None) -> float:
-    """Returns the share of the products that a causal kernel computes; blocks cut by the mask are computed whole.
+def _computed_share(
+    queries: int, keys: int, blocks: tuple[int, int] | None, grid: tuple[int, ...] | None
+) -> float:
+    """Returns the share of the products that a causal kernel computes; blocks cut by the mask are
+    computed whole.
 
     Args:
       blocks: rows of queries and of keys in a block; None if unknown.
@@ -313,6 +367,8 @@ def _computed_share(queries: int, keys: int, blocks: tuple[int, int] | None, gri
         return 0.5
     block_q, block_kv = blocks
     rows, columns = max(1, keys // block_q), max(1, keys // block_kv)
-    causal = sum(min(columns, math.ceil((row + 1) * block_q / block_kv)) for row in range(rows)) / (rows * columns)
+    causal = sum(min(columns, math.ceil((row + 1) * block_q / block_kv)) for row in range(rows)) / (
+        rows * columns
+    )
     visited = grid[1] * grid[2] * block_q * block_kv / (queries * keys) if grid else 1.0
     return min(causal, visited)

@@ -27,7 +27,10 @@ _WANTED = (
 )
 
 # Flags that enlarge fusions; those with the largest need of on-chip memory come first.
-_FUSING = ("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", "xla_tpu_enable_async_collective_fusion")
+_FUSING = (
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_async_collective_fusion",
+)
 
 
 class Shortage(NamedTuple):
@@ -52,7 +55,9 @@ def shortage_in(message: str) -> Shortage:
     if found is None:
         named = re.search(r"in memory space (\w+)", message)
         return Shortage(named[1].lower() if named else HBM)
-    return Shortage(found["space"].lower(), _num_bytes(found["needed"]), _num_bytes(found["available"]))
+    return Shortage(
+        found["space"].lower(), _num_bytes(found["needed"]), _num_bytes(found["available"])
+    )
 
 
 def _num_bytes(text: str) -> int:
@@ -60,7 +65,9 @@ def _num_bytes(text: str) -> int:
     return round(float(number) * _UNITS[text[len(number) :]])
 
 
-def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO_OPTIONS) -> jax.stages.Compiled:
+def compile_program(
+    lowered: jax.stages.Lowered, options: Mapping[str, str] = NO_OPTIONS
+) -> jax.stages.Compiled:
     """Compiles a program with compiler options; drops refused ones, with a warning.
 
     If a fusion exceeds a core's memory, compiles again without the flags that fuse.
@@ -83,14 +90,18 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO
 
 
 def jit_with(options: Mapping[str, str]) -> Callable[..., Callable[..., Any]]:
-    """Returns `jax.jit`, or, with options (`program_options`), a version that uses `compile_program`."""
+    """Returns `jax.jit`, or, with options (`program_options`), a version that uses
+    `compile_program`.
+    """
     return functools.partial(_Jitted, options) if options else jax.jit
 
 
 class _Jitted:
     """A jitted function of arrays, with one compiled program per kind of arguments."""
 
-    def __init__(self, options: Mapping[str, str], function: Callable[..., Any], **how: Any) -> None:
+    def __init__(
+        self, options: Mapping[str, str], function: Callable[..., Any], **how: Any
+    ) -> None:
         self._options, self._jitted = options, jax.jit(function, **how)
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
 
@@ -103,25 +114,37 @@ class _Jitted:
 
 
 def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception) -> None:
-    """Turns off the next flag that fuses; raises the error if the program lacks HBM or no such flag is left."""
-    held = {f"--{name}={value}" for name, value in options.items()} | set(os.environ.get(VARIABLE, "").split())
-    flag = next((flag for flag in _FUSING if options.get(flag) != "false" and f"--{flag}=true" in held), None)
+    """Turns off the next flag that fuses; raises the error if the program lacks HBM or no such flag
+    is left.
+    """
+    held = {f"--{name}={value}" for name, value in options.items()} | set(
+        os.environ.get(VARIABLE, "").split()
+    )
+    flag = next(
+        (flag for flag in _FUSING if options.get(flag) != "false" and f"--{flag}=true" in held),
+        None,
+    )
     if lacks.space == HBM or flag is None:
         raise error
     options[flag] = "false"
     bytes_of = f"{lacks.needed} of {lacks.available} bytes of" if lacks.needed else "too much"
     warn_once(
-        f"a fusion of this program needs {bytes_of} {lacks.space}; compiling it again with --{flag}=false (stated in "
-        f"{VARIABLE} this takes no second compilation)"
+        f"a fusion of this program needs {bytes_of} {lacks.space}; compiling it again with "
+        f"--{flag}=false (stated in {VARIABLE} this takes no second compilation)"
     )
 
 
 def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
-    """Removes the options named in an error, or all if it names none; raises the error if none is left."""
+    """Removes the options named in an error, or all if it names none; raises the error if none is
+    left.
+    """
     if not options:
         raise error
     refused = named_flags(str(error), options) or list(options)
     for name in refused:
         del options[name]
     reason = one_line(error, 200)
-    warn_once(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")
+    warn_once(
+        f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it "
+        "again without"
+    )

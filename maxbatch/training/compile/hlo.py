@@ -1,7 +1,8 @@
-"""A parser of scheduled HLO text: computations, instructions in order, shapes and source lines. No JAX.
+"""A parser of scheduled HLO text: computations, instructions in order, shapes and source lines. No
+JAX.
 
-It reads `compiled.as_text()` of a TPU program; for the grammar see https://openxla.org/xla/operation_semantics and the
-printer in XLA's `hlo_instruction.cc`.
+It reads `compiled.as_text()` of a TPU program; for the grammar see
+https://openxla.org/xla/operation_semantics and the printer in XLA's `hlo_instruction.cc`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # other names end with their bits
+# other names end with their bits
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _END = re.compile(r"\}(, execution_thread=\"\w+\")?")
@@ -31,7 +33,9 @@ class Instruction:
     rest: str  # operands and attributes, as printed
 
     def attribute(self, name: str) -> str | None:
-        """Returns a word or number attribute, such as `calls` or `channel_id`; the first item of a list."""
+        """Returns a word or number attribute, such as `calls` or `channel_id`; the first item of a
+        list.
+        """
         found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.rest)
         return found[1] if found else None
 
@@ -60,7 +64,9 @@ def _short(file: str) -> str:
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the dtypes and dimensions of the arrays in a printed shape."""
-    return [(kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in _ARRAY.findall(shape)]
+    return [
+        (kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in _ARRAY.findall(shape)
+    ]
 
 
 def shape_bytes(shape: str) -> int:
@@ -90,7 +96,10 @@ class Module:
         if direct:
             return f"{_short(direct[1])}:{direct[2]}"
         places = list(self._places(instruction.attribute("stack_frame_id")))
-        return next((place for place in places if place.startswith("maxbatch/")), places[0] if places else "")
+        return next(
+            (place for place in places if place.startswith("maxbatch/")),
+            places[0] if places else "",
+        )
 
     def _places(self, frame: str | None) -> Iterator[str]:
         """Yields `file:line` of a stack's frames, innermost first."""
@@ -98,7 +107,11 @@ class Module:
         while frame is not None and frame in frames and frame not in seen:
             seen.add(frame)
             ids = dict(re.findall(r"(\w+)=(\d+)", frames[frame]))
-            place = dict(re.findall(r"(\w+)=(\d+)", self.tables["FileLocations"].get(ids["file_location_id"], "")))
+            place = dict(
+                re.findall(
+                    r"(\w+)=(\d+)", self.tables["FileLocations"].get(ids["file_location_id"], "")
+                )
+            )
             file = self.tables["FileNames"].get(place.get("file_name_id", ""), "").strip('"')
             if file:
                 yield f"{_short(file)}:{place.get('line', 0)}"
@@ -108,8 +121,9 @@ class Module:
 def read_hlo(text: str) -> Module:
     """Parses scheduled HLO text.
 
-    A computation ends at a `}` before an empty line, possibly followed by its thread, because a kernel's text may have
-    lines of `}`. For the same reason, a line that begins no instruction continues the previous one.
+    A computation ends at a `}` before an empty line, possibly followed by its thread, because a
+    kernel's text may have lines of `}`. For the same reason, a line that begins no instruction
+    continues the previous one.
     """
     entry, name, table = "", None, None
     pieces: dict[str, list[list[str]]] = {}

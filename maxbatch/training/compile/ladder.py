@@ -1,10 +1,11 @@
-"""The ladder of compiled steps for a ramp: the first is compiled at once, the others in the background.
+"""The ladder of compiled steps for a ramp: the first is compiled at once, the others in the
+background.
 
-A stage is planned with the largest micro-batch that fits and divides its batch. The update does not depend on the cut
-of the batch, so any step whose micro-batch divides the planned one can run the stage too. The first step is compiled
-for the greatest common divisor of all stages ahead, so no stage waits. The planned micro-batches of the last stage, and
-of stages of at least `LONG_STAGE` updates, are compiled in the background and used when ready. Shorter stages run on
-existing steps.
+A stage is planned with the largest micro-batch that fits and divides its batch. The update does not
+depend on the cut of the batch, so any step whose micro-batch divides the planned one can run the
+stage too. The first step is compiled for the greatest common divisor of all stages ahead, so no
+stage waits. The planned micro-batches of the last stage, and of stages of at least `LONG_STAGE`
+updates, are compiled in the background and used when ready. Shorter stages run on existing steps.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
 
 def largest_batch(micro_batch: int, stages: Sequence[Stage]) -> int:
     """Returns the samples of the largest batch for a step with this micro-batch."""
-    return max(s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % micro_batch == 0)
+    return max(
+        s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % micro_batch == 0
+    )
 
 
 class StepLadder:
     """The compiled steps of a run, by batch shape.
 
-    A compiled step's first run is slower, because it touches its memory for the first time. This never happens in the
-    update that opens a stage: the first step is warmed up before training, and every other step first runs within a
-    stage, on a batch padded to its shape.
+    A compiled step's first run is slower, because it touches its memory for the first time. This
+    never happens in the update that opens a stage: the first step is warmed up before training, and
+    every other step first runs within a stage, on a batch padded to its shape.
 
     Args:
       compile_step: compiles the step for one shape; called on this thread and on another.
-      all_first: compile every step before the first update, so that `shape_for` depends on the stage only. Several
-        hosts need this to choose alike.
-      shapes: the shapes to compile; the first must run every stage; None: `plan_shapes` of the stages.
+      all_first: compile every step before the first update, so that `shape_for` depends on the
+        stage only. Several hosts need this to choose alike.
+      shapes: the shapes to compile; the first must run every stage; None: `plan_shapes` of the
+        stages.
     """
 
     def __init__(
@@ -82,11 +86,15 @@ class StepLadder:
     def shape_for(self, stage: Stage, opens_stage: bool) -> BatchShape:
         """Returns the shape for the next batch; called once per update, in order.
 
-        A step due for its first run comes first, unless the update opens the stage (or the run); else the coarsest
-        shape that can run the stage.
+        A step due for its first run comes first, unless the update opens the stage (or the run);
+        else the coarsest shape that can run the stage.
         """
         if not opens_stage:
-            ahead = {s.micro_batch_size_to_train_on for s in self._stages if s.threshold >= stage.threshold}
+            ahead = {
+                s.micro_batch_size_to_train_on
+                for s in self._stages
+                if s.threshold >= stage.threshold
+            }
             for shape in list(self._ready):
                 room = shape.micro_batch * shape.max_micro_batches
                 is_wanted = shape not in self._warm and shape.micro_batch in ahead
@@ -96,7 +104,9 @@ class StepLadder:
         return max(s for s in self._warm if stage.micro_batch_size_to_train_on % s.micro_batch == 0)
 
     def describe(self) -> str:
-        """Returns a line for users: the sizes of the compiled micro-batches and the stages that they run."""
+        """Returns a line for users: the sizes of the compiled micro-batches and the stages that
+        they run.
+        """
         first, *own = (shape.micro_batch for shape in self._warm + self._later)
         use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
         use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"

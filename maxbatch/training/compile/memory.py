@@ -34,15 +34,24 @@ class Memory:
     alias_bytes: int  # results that reuse the memory of arguments
     temp_bytes: int  # arrays during the program only
     code_bytes: int
-    # Peak use without the code. Only the TPU compiler reports it; the parts overlap, so their sum is larger.
+    # Peak use without the code. Only the TPU compiler reports it; the parts overlap, so their sum
+    # is larger.
     peak_bytes: int | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """Required memory of a device: peak and code if the peak is known, else the sum of the parts."""
+        """Required memory of a device: peak and code if the peak is known, else the sum of the
+        parts.
+        """
         if self.peak_bytes is not None:
             return self.peak_bytes + self.code_bytes
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+        return (
+            self.argument_bytes
+            + self.output_bytes
+            - self.alias_bytes
+            + self.temp_bytes
+            + self.code_bytes
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +71,8 @@ class Verdict:
         if self.lacks.space != HBM:
             needed, available = self.lacks.needed, self.lacks.available
             return (
-                f"it needs {gigabytes(needed)} ({needed} bytes) of {self.lacks.space}, memory of a core, which has "
-                f"{gigabytes(available)} ({available} bytes)"
+                f"it needs {gigabytes(needed)} ({needed} bytes) of {self.lacks.space}, memory of "
+                f"a core, which has {gigabytes(available)} ({available} bytes)"
             )
         needed, available = self.needed_bytes, self.available_bytes
         return f"it needs {gigabytes(needed)} ({needed} bytes) per device of {gigabytes(available)}"
@@ -86,18 +95,23 @@ def compile_for(
         if not is_out_of_memory(error):
             reason = text.strip().splitlines()[0][:300]
             raise TrainingError(
-                f"{target.name}: the compiler fails on this program ({reason}); the cause is not a lack of memory"
+                f"{target.name}: the compiler fails on this program ({reason}); the cause is not "
+                "a lack of memory"
             ) from error
         lacks, seconds = shortage_in(text), time.perf_counter() - started
         if lacks.space != HBM:
             return Verdict(False, None, target.memory_bytes, None, seconds, lacks), None
-        return Verdict(False, lacks.needed, lacks.available or target.memory_bytes, None, seconds), None
+        return Verdict(
+            False, lacks.needed, lacks.available or target.memory_bytes, None, seconds
+        ), None
     stats = compiled.memory_analysis()
     if stats is None:
         raise TrainingError(f"{target.name}: its compiler does not report the memory of a program")
     kinds = ("argument", "output", "alias", "temp", "generated_code")
     peak = (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None
-    arguments, output, alias, temp, code = (getattr(stats, f"{kind}_size_in_bytes") for kind in kinds)
+    arguments, output, alias, temp, code = (
+        getattr(stats, f"{kind}_size_in_bytes") for kind in kinds
+    )
     memory = Memory(arguments, output, alias, temp, code, peak)
     # The TPU compiler checks this itself, so a compiled program fits.
     limit = target.memory_bytes
@@ -119,14 +133,19 @@ class Parts:
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     """Returns the parts known from shapes and shardings; activations are 0."""
-    trained, optimizer = _shard_bytes(abstract.params), _shard_bytes((abstract.opt_state, abstract.average))
+    trained, optimizer = (
+        _shard_bytes(abstract.params),
+        _shard_bytes((abstract.opt_state, abstract.average)),
+    )
     parameters = trained + _shard_bytes(abstract.frozen)
     return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
 
 
 def _shard_bytes(tree: Tree) -> int:
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def gigabytes(num_bytes: int | None) -> str:

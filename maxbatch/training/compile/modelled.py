@@ -20,7 +20,8 @@ _DEAREST = 5
 class Modelled:
     """Modelled, not measured, figures of one run of a program, per device.
 
-    None without a compiler clock (CPUs and GPUs); rates are also None for programs other than updates.
+    None without a compiler clock (CPUs and GPUs); rates are also None for programs other than
+    updates.
     """
 
     compute_cycles: int | None = None  # with loops multiplied out, without custom kernels
@@ -35,23 +36,34 @@ class Modelled:
     def of_samples(self, share: float) -> Modelled:
         """Scales the rates to real samples, a share of all slots (`batch_padding`)."""
         rate, mfu = (
-            one and one * share for one in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
-        )  # fmt: skip
-        return dataclasses.replace(self, modelled_tokens_per_second_per_device=rate, modelled_mfu=mfu)
+            one and one * share
+            for one in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
+        )
+        return dataclasses.replace(
+            self, modelled_tokens_per_second_per_device=rate, modelled_mfu=mfu
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Returns the figures as `--json` prints them."""
-        return dataclasses.asdict(self) | {"operations": [dataclasses.asdict(one) for one in self.operations]}
+        return dataclasses.asdict(self) | {
+            "operations": [dataclasses.asdict(one) for one in self.operations]
+        }
 
 
 def model_time(
-    text: str, target: Target, config: DecoderConfig, slots: int, peak_tflops: float | None, shape: BatchShape | None
+    text: str,
+    target: Target,
+    config: DecoderConfig,
+    slots: int,
+    peak_tflops: float | None,
+    shape: BatchShape | None,
 ) -> Modelled:
     """Returns the modelled figures of a program.
 
     Args:
       slots: token slots of a sample.
-      peak_tflops: per device, `peak_tflops_per_device`; None: the chip's, of the type of the layers' products.
+      peak_tflops: per device, `peak_tflops_per_device`; None: the chip's, of the type of the
+        layers' products.
       shape: the batch of an update; None for another program.
     """
     chip = target.chip
@@ -79,4 +91,8 @@ def model_time(
 
 def has_clock(target: Target) -> bool:
     """Returns whether the target's compiler estimates cycles."""
-    return target.devices[0].platform == "tpu" and target.chip is not None and target.chip.clock_ghz is not None
+    return (
+        target.devices[0].platform == "tpu"
+        and target.chip is not None
+        and target.chip.clock_ghz is not None
+    )

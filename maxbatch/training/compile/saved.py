@@ -1,8 +1,10 @@
-"""Compiled programs on disk, without pickle: `maxbatch compile` writes them, `train` with `compiled_dir` loads them.
+"""Compiled programs on disk, without pickle: `maxbatch compile` writes them, `train` with
+`compiled_dir` loads them.
 
-A folder has `manifest.json` and one file per program, an executable in XLA's format. Argument trees, shapes, shardings
-and donation come from lowering the program again, which takes seconds, while compiling takes minutes. Reading a folder
-runs none of it, but training then runs the programs, which are machine code: use only folders that you wrote or trust.
+A folder has `manifest.json` and one file per program, an executable in XLA's format. Argument
+trees, shapes, shardings and donation come from lowering the program again, which takes seconds,
+while compiling takes minutes. Reading a folder runs none of it, but training then runs the
+programs, which are machine code: use only folders that you wrote or trust.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def _source_hash() -> str:
 
 
 def _hash(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
+        :16
+    ]
 
 
 def save_programs(
@@ -66,9 +70,9 @@ def save_programs(
 ) -> int:
     """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
-    `config_keys` are those of `program_keys`. Shapes are those of the steps, in the order of `plan_shapes`; the
-    programs were compiled for the devices. `modelled_step_s` are the steps' seconds by the compiler's schedule, for
-    `plan`; None where it has no clock.
+    `config_keys` are those of `program_keys`. Shapes are those of the steps, in the order of
+    `plan_shapes`; the programs were compiled for the devices. `modelled_step_s` are the steps'
+    seconds by the compiler's schedule, for `plan`; None where it has no clock.
 
     Returns:
       The bytes written.
@@ -99,9 +103,15 @@ def save_programs(
     return sum(map(len, files.values()))
 
 
-def _identity(config_keys: Mapping[str, str], devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
+def _identity(
+    config_keys: Mapping[str, str], devices: Sequence[jax.Device]
+) -> dict[str, Mapping[str, object]]:
     """Returns the facts that determine a run's programs, by part."""
-    return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": config_keys}
+    return {
+        "versions": versions(devices[0].platform),
+        "devices": device_facts(devices),
+        "config": config_keys,
+    }
 
 
 def _shape(stated: Sequence[int]) -> BatchShape:
@@ -119,7 +129,8 @@ class SavedPrograms:
       shapes: the batch shapes of the steps, in the order of `plan_shapes`.
 
     Raises:
-      ConfigError: the folder has no programs, or they are for another format, version, machine or config.
+      ConfigError: the folder has no programs, or they are for another format, version, machine or
+        config.
     """
 
     def __init__(self, folder: str, config_keys: Mapping[str, str], mesh: Mesh) -> None:
@@ -135,7 +146,11 @@ class SavedPrograms:
                 self._sums: dict[str, str] = dict(manifest["programs"])
                 there = {part: dict(manifest[part]) for part in here}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            why = error if isinstance(error, RefusedContent) else f"{MANIFEST}: {type(error).__name__}"
+            why = (
+                error
+                if isinstance(error, RefusedContent)
+                else f"{MANIFEST}: {type(error).__name__}"
+            )
             raise ConfigError(
                 f"compiled_dir={folder}: holds no compiled programs ({why}); "
                 f'works: compiled_dir="", or maxbatch compile --output {folder}'
@@ -146,7 +161,8 @@ class SavedPrograms:
                 f'reads format {FORMAT}; compile again, or works: compiled_dir=""'
             )
         differing = [
-            f"{shown(key)}: {shown(str(there[part].get(key)))} there, {shown(str(here[part].get(key)))} here"
+            f"{shown(key)}: {shown(str(there[part].get(key)))} there, "
+            f"{shown(str(here[part].get(key)))} here"
             for part in here
             for key in sorted(here[part].keys() | there[part].keys())
             if here[part].get(key) != there[part].get(key)
@@ -159,7 +175,9 @@ class SavedPrograms:
             )
 
     def _for_machine(self, devices: Sequence[jax.Device]) -> AnyPath:
-        """Returns the folder of programs for this number of devices: from `compile --survive`, or the folder itself."""
+        """Returns the folder of programs for this number of devices: from `compile --survive`, or
+        the folder itself.
+        """
         smaller = self._folder / machine_name(devices)
         if not (smaller / MANIFEST).is_file():
             return self._folder
@@ -175,11 +193,17 @@ class SavedPrograms:
         Raises:
           ConfigError: a shape has more rows than any batch of the stages needs.
         """
-        most = 2 * max(stage.global_batch_size + stage.micro_batch_size_to_train_on for stage in stages)
-        if too_large := [shape for shape in self.shapes if shape.micro_batch * shape.max_micro_batches > most]:
+        most = 2 * max(
+            stage.global_batch_size + stage.micro_batch_size_to_train_on for stage in stages
+        )
+        if too_large := [
+            shape for shape in self.shapes if shape.micro_batch * shape.max_micro_batches > most
+        ]:
             rows = shown(str(too_large[0].micro_batch * too_large[0].max_micro_batches))
-            raise ConfigError(f"compiled_dir={self._folder}: {MANIFEST} states a step of {rows} rows, and no batch of "
-                              f"this run needs more than {most}; compile again")  # fmt: skip
+            raise ConfigError(
+                f"compiled_dir={self._folder}: {MANIFEST} states a step of {rows} rows, and no "
+                f"batch of this run needs more than {most}; compile again"
+            )
         return self.shapes
 
     def __contains__(self, name: str) -> bool:
@@ -198,9 +222,13 @@ class SavedPrograms:
         except RefusedContent as error:
             raise ConfigError(f"{error}; compile again") from None
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
-            raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
+            raise ConfigError(
+                f"{path}: is damaged (its checksum is not the manifest's); compile again"
+            )
         try:
             return load_executable(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(one_line(error))
-            raise ConfigError(f"{path}: is not an executable for these devices ({reason}); compile again") from error
+            raise ConfigError(
+                f"{path}: is not an executable for these devices ({reason}); compile again"
+            ) from error

@@ -25,8 +25,8 @@ _MOST_CHIPS = 2**16  # over all slices; the compiler describes them in a second
 
 _BY_COMPILER = "the TPU compiler's"  # source of a memory size
 
-# libtpu looks for its own TPU in files, at the metadata server and in these variables; their values only have to be
-# well-formed. Nothing runs on a device, so several processes may load it at once.
+# libtpu looks for its own TPU in files, at the metadata server and in these variables; their values
+# only have to be well-formed. Nothing runs on a device, so several processes may load it at once.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -34,12 +34,21 @@ _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# Variables that libtpu reads as the shape of its slice, whoever set them. They would contradict `--topology`, and a
-# value that libtpu cannot parse ends the process.
+# Variables that libtpu reads as the shape of its slice, whoever set them. They would contradict
+# `--topology`, and a value that libtpu cannot parse ends the process.
 _FORMS = ("ALT", "CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "WRAP")
 _OF_ANOTHER_SLICE = (
     *_FORMS,
-    *(f"TPU_{form}" for form in ("CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "TOPOLOGY", "TOPOLOGY_ALT", "TOPOLOGY_WRAP")),
+    *(
+        f"TPU_{form}"
+        for form in (
+            "CHIPS_PER_HOST_BOUNDS",
+            "HOST_BOUNDS",
+            "TOPOLOGY",
+            "TOPOLOGY_ALT",
+            "TOPOLOGY_WRAP",
+        )
+    ),
     *(f"TPU_{form}" for form in ("CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS", "MEGACORE")),
     *(f"TPU_VISIBLE_{devices}" for devices in ("CHIPS", "DEVICES", "DEVICE_PATHS")),
 )
@@ -73,16 +82,23 @@ def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
 
 
 def machine_name(devices: Sequence[jax.Device]) -> str:
-    """Returns a name for devices by their numbers, for the folder of a smaller machine's programs."""
-    slices, hosts = ({getattr(device, name, 0) for device in devices} for name in ("slice_index", "process_index"))
+    """Returns a name for devices by their numbers, for the folder of a smaller machine's
+    programs.
+    """
+    slices, hosts = (
+        {getattr(device, name, 0) for device in devices}
+        for name in ("slice_index", "process_index")
+    )
     return Machine(len(devices), len(hosts), len(slices)).name
 
 
 def find_target(topology: str | None, num_slices: int = 1) -> Target:
-    """Returns the slices of a topology (`VERSION:XxY[xZ]` in chips, such as `v5p:4x4x4`); None: this machine.
+    """Returns the slices of a topology (`VERSION:XxY[xZ]` in chips, such as `v5p:4x4x4`); None:
+    this machine.
 
     Raises:
-      ConfigError: there is no such topology, or too many slices; the message names the nearest that works.
+      ConfigError: there is no such topology, or too many slices; the message names the nearest that
+        works.
       TrainingError: the TPU compiler is not installed or cannot be loaded.
     """
     if topology is None:
@@ -93,8 +109,8 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
     chips = sold.num_chips
     if num_slices * chips > _MOST_CHIPS:
         raise ConfigError(
-            f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} chips together; "
-            f"works: --slices {_MOST_CHIPS // chips}"
+            f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} "
+            f"chips together; works: --slices {_MOST_CHIPS // chips}"
         )
     devices, chip = _slice_devices(sold, num_slices), TPUS[sold.version]
     shown_name = f"{sold}, {num_slices} slices" if num_slices > 1 else str(sold)
@@ -110,7 +126,9 @@ def here() -> Target:
     memory: int | None
     if devices[0].platform == "cpu":
         kind, memory = "CPU", host_memory() // len(devices)
-        source = "the host's memory, shared by its CPU devices, since a CPU has no memory of its own"
+        source = (
+            "the host's memory, shared by its CPU devices, since a CPU has no memory of its own"
+        )
     else:
         stats = devices[0].memory_stats() or {}
         memory, source = stats.get("bytes_limit"), "the device's memory that JAX may allocate"
@@ -133,7 +151,8 @@ def host_memory() -> int:
 def _slice_devices(sold: Slice, num_slices: int) -> tuple[jax.Device, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise TrainingError(
-            f"--topology {sold} needs the TPU compiler, which is not installed; run: pip install 'maxbatch[tpu]'"
+            f"--topology {sold} needs the TPU compiler, which is not installed; run: pip install "
+            "'maxbatch[tpu]'"
         )
     for variable in _OF_ANOTHER_SLICE:
         os.environ.pop(variable, None)
@@ -144,11 +163,15 @@ def _slice_devices(sold: Slice, num_slices: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     try:
-        description = topologies.get_topology_desc(str(sold), "tpu", num_slices=num_slices, **sold.options)
+        description = topologies.get_topology_desc(
+            str(sold), "tpu", num_slices=num_slices, **sold.options
+        )
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         message = one_line(error, 300)
         if "INVALID_ARGUMENT" in message:
-            raise ConfigError(f"--topology {sold}: the TPU compiler refuses it ({message})") from error
+            raise ConfigError(
+                f"--topology {sold}: the TPU compiler refuses it ({message})"
+            ) from error
         raise TrainingError(f"the TPU compiler cannot be loaded: {message}") from error
     keep_signals()
     return tuple(description.devices)

@@ -1,9 +1,10 @@
 """TPU slices on sale, in libtpu's terms. No JAX.
 
-A slice is `VERSION:XxY[xZ]`, in chips, or Google's name of it, `VERSION-N`, in TensorCores (v4, v5p, tpu7x) or chips
-(v5e, v6e). Wrap-around links, chips per host and JAX devices per chip are options of libtpu, and its defaults match no
-slice on sale. Sources of the rules: MaxText's table of slices (`accelerator_to_spec_map.py` in
-https://github.com/AI-Hypercomputer/maxtext) and each version's page under https://docs.cloud.google.com/tpu/docs.
+A slice is `VERSION:XxY[xZ]`, in chips, or Google's name of it, `VERSION-N`, in TensorCores (v4,
+v5p, tpu7x) or chips (v5e, v6e). Wrap-around links, chips per host and JAX devices per chip are
+options of libtpu, and its defaults match no slice on sale. Sources of the rules: MaxText's table of
+slices (`accelerator_to_spec_map.py` in https://github.com/AI-Hypercomputer/maxtext) and each
+version's page under https://docs.cloud.google.com/tpu/docs.
 """
 
 from __future__ import annotations
@@ -28,18 +29,26 @@ class _Version:
 
     axes: int  # of its network
     wraps_from: int  # chips; an axis of a multiple of this length has wrap-around links
-    wraps_whole: bool  # whether links wrap only if all axes are multiples: cubes of 4x4x4 joined by switches
+    # whether links wrap only if all axes are multiples: cubes of 4x4x4 joined by switches
+    wraps_whole: bool
     chip_config: str  # libtpu's name for the devices of a chip
     cores: int  # TensorCores per chip, which Google's names count; 1: they count chips
-    cubes: tuple[int, ...]  # sizes of the slices with a name, in cubes of 4x4x4; none of a network of two axes
+    # sizes of the slices with a name, in cubes of 4x4x4; none of a network of two axes
+    cubes: tuple[int, ...]
     has_single_chip: bool = False  # whether a slice of one chip is sold
     devices: int = 1  # JAX devices of a chip
 
 
 def _cube_like(number: int) -> tuple[int, int, int]:
-    """Returns the three factors a <= b <= c of a number that are most alike: the default shape of so many cubes."""
+    """Returns the three factors a <= b <= c of a number that are most alike: the default shape of
+    so many cubes.
+    """
     pairs = [(a, b) for a in range(1, number + 1) if number % a == 0 for b in range(a, number + 1)]
-    triples = [(a, b, number // a // b) for a, b in pairs if number % (a * b) == 0 and number // a // b >= b]
+    triples = [
+        (a, b, number // a // b)
+        for a, b in pairs
+        if number % (a * b) == 0 and number // a // b >= b
+    ]
     return min(triples, key=lambda triple: triple[::-1])
 
 
@@ -52,7 +61,14 @@ _VERSIONS = {
     "v5p": _Version(3, 4, True, "megacore", 2, (*_CUBES_TO_96, 108, 140)),
     "v6e": _Version(2, 16, False, "default", 1, (), has_single_chip=True),
     "tpu7x": _Version(  # each core is a device
-        3, 4, True, "default", 2, (*_CUBES_TO_96, 108, 128, 140, 144), has_single_chip=True, devices=2
+        3,
+        4,
+        True,
+        "default",
+        2,
+        (*_CUBES_TO_96, 108, 128, 140, 144),
+        has_single_chip=True,
+        devices=2,
     ),
 }
 
@@ -145,13 +161,17 @@ def stated_slice(topology: str) -> Slice:
 
 
 def is_googles_name(topology: str) -> bool:
-    """Returns whether a topology is stated by its number of TensorCores or chips, as in `v5p-128`."""
+    """Returns whether a topology is stated by its number of TensorCores or chips, as in
+    `v5p-128`.
+    """
     version, dash, number = topology.strip().lower().partition("-")
     return _ALIASES.get(version, version) in _VERSIONS and bool(dash) and number.isdecimal()
 
 
 def _named_slice(name: str) -> Slice:
-    """Returns the slice of Google's name, in its default shape; raises ConfigError with the nearest name."""
+    """Returns the slice of Google's name, in its default shape; raises ConfigError with the nearest
+    name.
+    """
     stated, _, text = name.strip().lower().partition("-")
     version = _ALIASES.get(stated, stated)
     cores, number = _VERSIONS[version].cores, int(text[:9])
@@ -162,14 +182,16 @@ def _named_slice(name: str) -> Slice:
         sizes = [str(known) for known in layouts]
         known = first_of(sizes, 8) + (f", the last {sizes[-1]}" if len(sizes) > 8 else "")
         raise ConfigError(
-            f"--topology {shown(name)}: no {version} slice of {shown(text)} {unit} is sold; there are {known}; "
-            f"works: --topology {stated}-{nearest}"
+            f"--topology {shown(name)}: no {version} slice of {shown(text)} {unit} is sold; there "
+            f"are {known}; works: --topology {stated}-{nearest}"
         )
     return Slice(version, layouts[number])
 
 
 def _default_layouts(version: str) -> list[tuple[int, ...]]:
-    """Returns the shapes of the named slices, from the smallest: those most like a cube, or a square."""
+    """Returns the shapes of the named slices, from the smallest: those most like a cube, or a
+    square.
+    """
     sold = _VERSIONS[version]
     if sold.axes == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
@@ -180,7 +202,11 @@ def _default_layouts(version: str) -> list[tuple[int, ...]]:
 
 def _nearest_layout(version: str, layout: str) -> tuple[int, ...]:
     """Returns the layout if the version has it, or else a near one."""
-    sizes = [int(size) for size in re.findall(r"\d{1,6}", layout)] if re.search(r"\d", layout) else [2, 2]
+    sizes = (
+        [int(size) for size in re.findall(r"\d{1,6}", layout)]
+        if re.search(r"\d", layout)
+        else [2, 2]
+    )
     axes = _VERSIONS[version].axes
     if sizes == [1] * axes and _VERSIONS[version].has_single_chip:
         return tuple(sizes)

@@ -1,6 +1,7 @@
 """A model behind lm-evaluation-harness's interface; needs the extra `eval`.
 
-Requests become tokens and answers become figures by the harness's own rules, as in its transformers models.
+Requests become tokens and answers become figures by the harness's own rules, as in its transformers
+models.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class AskedModel(Protocol):
     def first_ids(self) -> list[int]:
         """Returns the token put before a text, if any."""
 
-    def scorer(self, most_rows: int | None = None) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
+    def scorer(
+        self, most_rows: int | None = None
+    ) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
         """Returns the function that assigns log-probabilities to tokens."""
 
     def completer(
@@ -59,7 +62,9 @@ class HarnessModel(TemplateLM):
       chat: the tokenizer's chat template for requests; None: plain text.
     """
 
-    def __init__(self, model: AskedModel, batch_size: int | None = None, chat: ChatPrompts | None = None) -> None:
+    def __init__(
+        self, model: AskedModel, batch_size: int | None = None, chat: ChatPrompts | None = None
+    ) -> None:
         super().__init__()
         self._chat = chat
         self._model, self._tokenizer = model, model.tokenizer
@@ -75,7 +80,9 @@ class HarnessModel(TemplateLM):
         """The id before a text whose first token is scored."""
         return self._tokenizer.start_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: object
+    ) -> list[int]:
         """Returns the ids of a text, after the model's first token unless that is declined.
 
         A chat template writes special tokens itself.
@@ -92,7 +99,9 @@ class HarnessModel(TemplateLM):
         """The name of the tokenizer, for the harness's cache of requests, which is off."""
         return type(self._tokenizer).__name__
 
-    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
         """Returns a request's messages as text, up to the assistant's turn.
 
         Raises:
@@ -101,17 +110,21 @@ class HarnessModel(TemplateLM):
         assert self._chat is not None, "the harness was told to apply it"
         if not add_generation_prompt:
             raise ConfigError(
-                "--apply-chat-template: a task begins the assistant's answer (gen_prefix), which is not supported; "
-                "works: without the flag"
+                "--apply-chat-template: a task begins the assistant's answer (gen_prefix), which "
+                "is not supported; works: without the flag"
             )
         return self._chat.text(list(chat_history))
 
-    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability, and whether its tokens are the likeliest."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
         """Returns each whole text's log-probability, in windows of the model's context."""
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         owners: list[int] = []
@@ -135,9 +148,14 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: object
     ) -> list[tuple[float, bool]]:
         """Returns the scores of continuations; cuts the beginning of too long contexts."""
-        rows = [tuple((context + continuation)[-(self._model.context + 1) :]) for _, context, continuation in requests]
+        rows = [
+            tuple((context + continuation)[-(self._model.context + 1) :])
+            for _, context, continuation in requests
+        ]
         distinct = list(dict.fromkeys(rows))
-        scores = dict(zip(distinct, self._score([np.array(row, np.int32) for row in distinct]), strict=True))
+        scores = dict(
+            zip(distinct, self._score([np.array(row, np.int32) for row in distinct]), strict=True)
+        )
         found: list[tuple[float, bool]] = []
         for row, (_, _, continuation) in zip(rows, requests, strict=True):
             last = slice(max(0, len(row) - 1 - len(continuation)), None)
@@ -158,7 +176,9 @@ class HarnessModel(TemplateLM):
                 found[number] = text
         return found
 
-    def rules(self, stated: Mapping[str, object], task: str = "a task") -> tuple[SamplingRules, tuple[str, ...]]:
+    def rules(
+        self, stated: Mapping[str, object], task: str = "a task"
+    ) -> tuple[SamplingRules, tuple[str, ...]]:
         """Returns a request's sampling rules, and its stop texts.
 
         Raises:
@@ -168,8 +188,9 @@ class HarnessModel(TemplateLM):
         most, context = int(rules["max_gen_toks"]), self._model.context
         if most >= context:
             raise ConfigError(
-                f"{task} asks for completions of up to {most} tokens (max_gen_toks), but the model reads at most "
-                f"{context} at once; works: max_target_length={2 * most}, or a smaller max_gen_toks in the task's file"
+                f"{task} asks for completions of up to {most} tokens (max_gen_toks), but the "
+                f"model reads at most {context} at once; works: max_target_length={2 * most}, or "
+                "a smaller max_gen_toks in the task's file"
             )
         temperature = float(rules.get("temperature") or 0.0) if rules["do_sample"] else 0.0
         top_k, top_p = int(rules.get("top_k") or 0), float(rules.get("top_p") or 1.0)

@@ -57,7 +57,9 @@ class RunModel:
         return Completer(self._params, self.tokenizer, self._config, self._mesh, self.context)
 
     def scorer(self, most_rows: int | None = None) -> Scorer:
-        """Returns the function that assigns log-probabilities to tokens, in rows by their length."""
+        """Returns the function that assigns log-probabilities to tokens, in rows by their
+        length.
+        """
         return self._scorer
 
     def completer(self, most_rows: int | None = None) -> Completer:
@@ -74,7 +76,8 @@ class RunModel:
         try:
             return figures(tasks.scores(self, has_errors=False)["results"])
         finally:
-            self._scorer.params = self._completer.params = self._params  # the run's own may be donated
+            # the run's own may be donated
+            self._scorer.params = self._completer.params = self._params
 
 
 def figures(results: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
@@ -85,5 +88,7 @@ def figures(results: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
             score, comma, of_filter = name.partition(",")
             if comma and isinstance(value, int | float) and not score.endswith(_STDERR):
                 shown = score if of_filter == "none" else name
-                found[Metric.EVAL_TASK.of(f"{task}/{shown}")] = float(value) if math.isfinite(value) else math.nan
+                found[Metric.EVAL_TASK.of(f"{task}/{shown}")] = (
+                    float(value) if math.isfinite(value) else math.nan
+                )
     return found

@@ -1,4 +1,6 @@
-"""Bounds on the YAML of task files, checked first because lm-evaluation-harness's reader has none."""
+"""Bounds on the YAML of task files, checked first because lm-evaluation-harness's reader has
+none.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from maxbatch.system.bounded_yaml import MOST_YAML_CHARACTERS, compose_yaml
 def check_task_files(places: Iterable[str]) -> None:
     """Raises ConfigError for task files nested or expanded beyond bounds.
 
-    Missing files and files that are not YAML are left to the harness, which reports or ignores them.
+    Missing files and files that are not YAML are left to the harness, which reports or ignores
+    them.
 
     Args:
-      places: files, and folders with all YAML files below them. The files that they include are checked too.
+      places: files, and folders with all YAML files below them. The files that they include are
+        checked too.
 
     Raises:
       ConfigError: a file is beyond a bound of `compose_yaml`; the message names it.

@@ -1,4 +1,6 @@
-"""Tasks of lm-evaluation-harness: names, patterns, files and folders of tasks, and the scores of a model on them."""
+"""Tasks of lm-evaluation-harness: names, patterns, files and folders of tasks, and the scores of a
+model on them.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,26 @@ if TYPE_CHECKING:
 
 # The harness's own seeds, for the same few-shot examples and shuffled documents as its command.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-_BOOTSTRAPS = 1000  # samples for a standard error without a formula; the harness's 100,000 take minutes
+# samples for a standard error without a formula; the harness's 100,000 take minutes
+_BOOTSTRAPS = 1000
 _LONGEST_PROBLEM = 400
-_TABLES = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
+_TABLES = (
+    "results",
+    "groups",
+    "group_subtasks",
+    "versions",
+    "n-shot",
+    "higher_is_better",
+    "n-samples",
+)
 
 
 def check_installed() -> None:
     """Raises ConfigError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'")
+        raise ConfigError(
+            "evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'"
+        )
 
 
 class Tasks:
@@ -59,7 +72,8 @@ class Tasks:
         limit: int | None = None,
     ) -> None:
         check_installed()
-        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness forks for standard errors, and threads run here
+        # the harness forks for standard errors, and threads run here
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
         self._limit, self._stated = limit, f"{option}{shown(','.join(names))}"
         with _apart(), _without_remarks():
             self._loaded = load_tasks(names, option, include_path, num_fewshot)
@@ -74,7 +88,11 @@ class Tasks:
                 answering.rules(task.config.generation_kwargs or {}, name)
 
     def scores(
-        self, model: AskedModel, batch_size: int | None = None, has_errors: bool = True, chat: ChatPrompts | None = None
+        self,
+        model: AskedModel,
+        batch_size: int | None = None,
+        has_errors: bool = True,
+        chat: ChatPrompts | None = None,
     ) -> dict[str, Any]:
         """Returns the tables of the harness's results.
 
@@ -106,7 +124,9 @@ class Tasks:
             except (ConfigError, TrainingError, JaxRuntimeError):
                 raise
             except Exception as error:  # in a task's templates or code
-                raise ConfigError(f"{self._stated}: cannot be scored: {one_line(error, _LONGEST_PROBLEM)}") from error
+                raise ConfigError(
+                    f"{self._stated}: cannot be scored: {one_line(error, _LONGEST_PROBLEM)}"
+                ) from error
         assert found is not None, "there is one process"
         return {name: _plain(found[name]) for name in _TABLES if name in found}
 
@@ -136,7 +156,10 @@ def _without_remarks() -> Iterator[None]:
 
 
 def load_tasks(
-    names: Sequence[str], option: str, include_path: str | os.PathLike[str] | None, num_fewshot: int | None
+    names: Sequence[str],
+    option: str,
+    include_path: str | os.PathLike[str] | None,
+    num_fewshot: int | None,
 ) -> dict[str, Any]:
     """Returns the loaded tasks and groups.
 
@@ -147,7 +170,11 @@ def load_tasks(
 
     random.seed(_RANDOM_SEED)
     np.random.seed(_OTHER_SEED)
-    folders = [os.fspath(path) for path in (include_path, *filter(os.path.isdir, names)) if path is not None]
+    folders = [
+        os.fspath(path)
+        for path in (include_path, *filter(os.path.isdir, names))
+        if path is not None
+    ]
     for folder in folders:
         if not os.path.isdir(folder):
             raise ConfigError(f"--include-path {shown(folder)}: must be a folder of task files")
@@ -156,12 +183,15 @@ def load_tasks(
     manager = own
     if any(not _is_place(name) and name not in own.all_tasks for name in names):
         manager = TaskManager(include_path=folders)
-    wanted = list(dict.fromkeys(task for name in names for task in _expanded(name, option, manager)))
+    wanted = list(
+        dict.fromkeys(task for name in names for task in _expanded(name, option, manager))
+    )
     try:
         loaded: dict[str, Any] = manager.load(wanted)
     except Exception as error:  # in a dataset, its network, a task's file or its code
         raise ConfigError(
-            f"{option}{shown(','.join(names))}: cannot be loaded: {one_line(error, _LONGEST_PROBLEM)}"
+            f"{option}{shown(','.join(names))}: cannot be loaded: "
+            f"{one_line(error, _LONGEST_PROBLEM)}"
         ) from error
     for name, task in loaded["tasks"].items():
         for is_so, reason in (
@@ -193,8 +223,13 @@ def _expanded(name: str, option: str, manager: Any) -> list[str]:
     if found := [task for task in manager.all_tasks if fnmatchcase(task, name)]:
         return found
     nearest = nearest_name(name, manager.all_tasks)
-    works = f"; nearest: {nearest}" if nearest else f"; works: {option}FOLDER, a folder of task files"
-    raise ConfigError(f"{option}{shown(name)}: no task, group or tag of lm-evaluation-harness, file or folder{works}")
+    works = (
+        f"; nearest: {nearest}" if nearest else f"; works: {option}FOLDER, a folder of task files"
+    )
+    raise ConfigError(
+        f"{option}{shown(name)}: no task, group or tag of lm-evaluation-harness, file or "
+        f"folder{works}"
+    )
 
 
 def _of_folder(folder: str, option: str) -> list[str]:
@@ -202,7 +237,9 @@ def _of_folder(folder: str, option: str) -> list[str]:
 
     found: list[str] = TaskManager(include_path=folder, include_defaults=False).all_subtasks
     if not found:
-        raise ConfigError(f"{option}{shown(folder)}: has no task; works: a folder of YAML files that state task:")
+        raise ConfigError(
+            f"{option}{shown(folder)}: has no task; works: a folder of YAML files that state task:"
+        )
     return found
 
 

@@ -1,6 +1,8 @@
-"""A fine-tuned model's answers to records: to held-out ones at each eval, and to one at the end of the run.
+"""A fine-tuned model's answers to records: to held-out ones at each eval, and to one at the end of
+the run.
 
-A question is the part of a record before its first trained tokens, by a chat template or as a plain prompt.
+A question is the part of a record before its first trained tokens, by a chat template or as a plain
+prompt.
 """
 
 from __future__ import annotations
@@ -40,11 +42,15 @@ class Question(NamedTuple):
 
 
 def questions_of(stream: Stream) -> list[Question]:
-    """Returns the first questions of a stream, one per row; skips records with all tokens trained on."""
+    """Returns the first questions of a stream, one per row; skips records with all tokens trained
+    on.
+    """
     length = _MOST_QUESTIONS * _ROWS_PER_QUESTION
     rows = stream.read(0, min(length, stream.samples_per_epoch or length))
     found = []
-    for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
+    for tokens, segments, weights in zip(
+        rows["tokens"], rows["segments"], rows["weights"], strict=True
+    ):
         trained = (segments == 1) & (weights > 0)
         begin = int(np.argmax(trained))
         if not trained.any() or begin <= 1:  # the first token of a segment never has weight
@@ -74,7 +80,9 @@ class Answers:
         end_ids += self.prompts.end_ids if self.prompts else ()
         self._rules = SamplingRules(0.0, max_new_tokens=_MOST_TOKENS, end_ids=end_ids)
         config = config.replaced({"scan_layers": True})
-        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=config.max_target_length, rescores=False)
+        self._sampler = Sampler(
+            config, tokenizer, mesh, prompt_length=config.max_target_length, rescores=False
+        )
         self._compiled: Future[jax.stages.Compiled] | None = None
 
     def compile(self, abstract_params: State, background: Background, make: MakeExecutable) -> None:
@@ -97,7 +105,9 @@ class Answers:
         found = jax.device_get(self._sampler(params, rows, self._rules))
         drawn = slice(begin, int(found.lengths_B[0]))
         if not np.isfinite(found.logprobs_BxL[0, drawn]).all():
-            raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+            raise TrainingError(
+                "the model gives no token a finite log-probability; its parameters are not finite"
+            )
         texts = (question.prompt, found.tokens_BxL[0, drawn], question.answer)
         return Answer(*map(self.tokenizer.decode_markup, texts))
 

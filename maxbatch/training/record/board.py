@@ -15,7 +15,8 @@ from maxbatch.system.hidden_modules import hidden
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
 
-# tensorboardX spends half a second on importing installed store clients; here it only writes local files.
+# tensorboardX spends half a second on importing installed store clients; here it only writes local
+# files.
 with hidden("boto3", "google.cloud.storage"):
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
@@ -23,16 +24,17 @@ with hidden("boto3", "google.cloud.storage"):
 
 _FLUSH_S = 120.0
 _UPLOADED_BYTES = 4 << 20  # about the most per upload
-SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # shown beside hyperparameters
+# shown beside hyperparameters
+SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)
 
 
 class Board:
     """TensorBoard events, written on the recording thread.
 
-    Events of updates after `step`, which will be redone, are purged. A full disk or another failed write ends the
-    events; training continues, since `metrics.jsonl` has the same numbers. `warn` is called when it does continue,
-    because a disk that is full for everything ends the run with its own message. A failure of an object store is
-    raised.
+    Events of updates after `step`, which will be redone, are purged. A full disk or another failed
+    write ends the events; training continues, since `metrics.jsonl` has the same numbers. `warn` is
+    called when it does continue, because a disk that is full for everything ends the run with its
+    own message. A failure of an object store is raised.
     """
 
     def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
@@ -44,12 +46,20 @@ class Board:
         # Objects cannot grow, so events go to a local file, which is copied to the store.
         self._here = self._stack.enter_context(place_here(folder))
         self._open()
-        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add(
+            Event(
+                wall_time=time.time(),
+                step=step + 1,
+                session_log=SessionLog(status=SessionLog.START),
+            )
+        )
         self._flushed = time.monotonic()
 
     def _open(self) -> None:
         with self._writing():
-            self._writer = EventsWriter(str(self._here / "events"), f".{self._files}" if self._files else "")
+            self._writer = EventsWriter(
+                str(self._here / "events"), f".{self._files}" if self._files else ""
+            )
         self._files += 1
 
     def append(self, record: Record) -> None:

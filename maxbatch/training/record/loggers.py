@@ -1,8 +1,8 @@
 """The experiment trackers of `log_to` besides TensorBoard: Weights & Biases and MLflow.
 
-Each tracked run has its folder's name and the config. A resumed run continues the same tracked run, by the id in
-`run_dir/trackers.json`. Trackers have their own threads, so that a hanging tracker delays neither training nor the end
-of a run. A failing tracker is dropped with one warning.
+Each tracked run has its folder's name and the config. A resumed run continues the same tracked run,
+by the id in `run_dir/trackers.json`. Trackers have their own threads, so that a hanging tracker
+delays neither training nor the end of a run. A failing tracker is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -56,14 +56,18 @@ def check_loggers(log_to: str) -> None:
         _imported(name)
 
 
-def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
+def open_loggers(
+    log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable[[str], None]
+) -> list[Output]:
     """Starts or resumes the trackers of `log_to`.
 
     Raises:
       ConfigError: a tracker cannot be reached or rejects the user.
     """
     file = folder.path / TRACKERS_FILE
-    ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run", dict) or {}
+    ids: dict[str, str] = (
+        read_json(file, "remove it: the trackers then begin a new run", dict) or {}
+    )
     loggers: list[Output] = []
     for name in _stated(log_to):
         worker = _Worker(name)
@@ -75,15 +79,24 @@ def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable
     return loggers
 
 
-def _begun(name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: _Worker) -> Wandb | MLflow:
+def _begun(
+    name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: _Worker
+) -> Wandb | MLflow:
     module, begun = _imported(name), []
     worker.call(lambda: begun.append(TRACKERS[name](module, run, run_id)))
     is_idle = worker.wait(_BEGIN_S)
     if worker.error is None and is_idle:
         return begun[0]
     # The service has no such user, no network, or a wrong address.
-    said = one_line(worker.error, _LONGEST_PROBLEM) if worker.error else f"no answer within {_BEGIN_S:g} s"
-    works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+    said = (
+        one_line(worker.error, _LONGEST_PROBLEM)
+        if worker.error
+        else f"no answer within {_BEGIN_S:g} s"
+    )
+    works = {
+        "wandb": "WANDB_MODE=offline, or `wandb login`",
+        "mlflow": "MLFLOW_TRACKING_URI=file:mlruns",
+    }
     raise ConfigError(f"log_to={log_to}: {name} cannot be used ({said}); works: {works[name]}")
 
 
@@ -95,13 +108,17 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"log_to={name}: is not installed; pip install 'maxbatch[{name}]'") from None
+        raise ConfigError(
+            f"log_to={name}: is not installed; pip install 'maxbatch[{name}]'"
+        ) from None
 
 
 def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
     """Yields the finite numbers of a record by name, including each source of a mixture."""
     by_source: Mapping[str, int] = record.get(Metric.SAMPLES_BY_SOURCE, {})
-    numbers = record | {f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()}
+    numbers = record | {
+        f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()
+    }
     for name, value in numbers.items():
         if isinstance(value, int | float) and math.isfinite(value) and name != Metric.STEP:
             yield name, value
@@ -117,7 +134,9 @@ def settings_of(config: Mapping[str, Value]) -> dict[str, bool | int | float | s
 
 
 class _Worker:
-    """A thread that makes a tracker's calls in order until one fails; the process does not wait for it."""
+    """A thread that makes a tracker's calls in order until one fails; the process does not wait for
+    it.
+    """
 
     def __init__(self, name: str) -> None:
         self.error: Exception | None = None  # of the failed call
@@ -150,7 +169,9 @@ class _Worker:
 class Guarded(Output):
     """A tracker whose failure or silence does not stop training."""
 
-    def __init__(self, name: str, logger: Output, worker: _Worker, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, logger: Output, worker: _Worker, warn: Callable[[str], None]
+    ) -> None:
         self._name, self._logger, self._worker, self._warn = name, logger, worker, warn
         self._is_left_out = False
 
@@ -158,7 +179,9 @@ class Guarded(Output):
         self._hand_on(lambda: self._logger.append(record))
 
     def sync(self) -> None:
-        """Requests sending of pending records, without waiting; `metrics.jsonl` has every record."""
+        """Requests sending of pending records, without waiting; `metrics.jsonl` has every
+        record.
+        """
         self._hand_on(self._logger.sync)
 
     def close(self) -> None:
@@ -184,7 +207,8 @@ class Guarded(Output):
 
 
 class Wandb(Output):
-    """A run of Weights & Biases; with `WANDB_MODE=offline` it stays on this machine until `wandb sync`.
+    """A run of Weights & Biases; with `WANDB_MODE=offline` it stays on this machine until `wandb
+    sync`.
 
     Its project is `WANDB_PROJECT`, else "maxbatch".
     """
@@ -210,7 +234,9 @@ class Wandb(Output):
 
 
 class MLflow(Output):
-    """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else "maxbatch"."""
+    """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else
+    "maxbatch".
+    """
 
     def __init__(self, mlflow: ModuleType, run: TrackedRun, run_id: str | None) -> None:
         from mlflow.entities import Metric as Point
@@ -228,18 +254,24 @@ class MLflow(Output):
     def _begin(self, run: TrackedRun) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "maxbatch")
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
         return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
 
     def append(self, record: Record) -> None:
         now = int(time.time() * 1000)
-        self._waiting += [self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)]
+        self._waiting += [
+            self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)
+        ]
         if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:
             self.sync()
 
     def sync(self) -> None:
         for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
-            self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL])
+            self._client.log_batch(
+                self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL]
+            )
         self._waiting, self._flushed = [], time.monotonic()
 
     def close(self) -> None:
@@ -247,4 +279,7 @@ class MLflow(Output):
         self._client.set_terminated(self.run_id)
 
 
-TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, str | None], Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, str | None], Wandb | MLflow]] = {
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}

@@ -1,4 +1,6 @@
-"""The end of a run through a user's own part: an exception of an output or of rows, raised once all is saved."""
+"""The end of a run through a user's own part: an exception of an output or of rows, raised once all
+is saved.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ T = TypeVar("T")
 
 
 class OwnEnd:
-    """An exception of a user's output or rows, on any host, that ends the run after the updates so far are saved.
+    """An exception of a user's output or rows, on any host, that ends the run after the updates so
+    far are saved.
 
     Attributes:
       error: the first exception on this host; None if there is none.
@@ -26,7 +29,8 @@ class OwnEnd:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self._is_watched = False
-        self._elsewhere: tuple[int, str, bool] | None = None  # host, message, whether it is `StopTraining`
+        # host, message, whether it is `StopTraining`
+        self._elsewhere: tuple[int, str, bool] | None = None
 
     def watch(self, has_parts: bool) -> None:
         """Starts to watch if any host has parts that may raise; all hosts call it together."""
@@ -42,14 +46,20 @@ class OwnEnd:
         """Returns whether a part has raised on any host; all hosts call it before each update."""
         if not self._is_watched:
             return False
-        raised = None if self.error is None else (one_line(self.error), isinstance(self.error, StopTraining))
+        raised = (
+            None
+            if self.error is None
+            else (one_line(self.error), isinstance(self.error, StopTraining))
+        )
         for host, told in enumerate(gather(raised)):
             if told and self._elsewhere is None:
                 self._elsewhere = (host, *told)
         return self._elsewhere is not None
 
     def until(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yields batches until one of them raises on any host, which ends the run; all hosts iterate together."""
+        """Yields batches until one of them raises on any host, which ends the run; all hosts
+        iterate together.
+        """
         while True:
             batch = None
             try:
@@ -66,7 +76,8 @@ class OwnEnd:
         return self._elsewhere is not None
 
     def settle(self, fate: str) -> str | None:
-        """Raises the exception once the run is saved; returns the name of a stop on request, None without an end.
+        """Raises the exception once the run is saved; returns the name of a stop on request, None
+        without an end.
 
         All hosts call it together.
 
@@ -124,7 +135,8 @@ class OwnOutput(Output):
 class OwnFeed(Generic[T]):
     """The batches of a user's stream; they end at an exception, which ends the run.
 
-    The first batch is read at once, so that rows that cannot be used are refused before anything is compiled.
+    The first batch is read at once, so that rows that cannot be used are refused before anything is
+    compiled.
 
     Raises:
       Exception: of the first batch.

@@ -13,8 +13,8 @@ from maxbatch.system.storage import AnyPath, copy_tree, place_here
 class Profiler:
     """A trace of a window of updates: `"10:13"` is 10, 11 and 12, `""` none.
 
-    TensorBoard's profile plugin and Perfetto read the trace in `folder`. An object store gets it at the end of the
-    window, since the profiler only writes to disks.
+    TensorBoard's profile plugin and Perfetto read the trace in `folder`. An object store gets it at
+    the end of the window, since the profiler only writes to disks.
     """
 
     def __init__(self, window: str, folder: AnyPath) -> None:

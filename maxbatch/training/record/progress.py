@@ -27,16 +27,17 @@ _OF_SLOW_COMPILE = (
 class RunProgress(Output):
     """The display of a run's updates: a line every `log_period` updates, and a bar on a terminal.
 
-    During a long update or compilation the bar counts seconds. Without a terminal, lines do: the first after half a
-    minute, later ones after twice the previous pause, at most five minutes. A compilation of more than 100 s is
-    explained once, before XLA asks for a bug report.
+    During a long update or compilation the bar counts seconds. Without a terminal, lines do: the
+    first after half a minute, later ones after twice the previous pause, at most five minutes. A
+    compilation of more than 100 s is explained once, before XLA asks for a bug report.
 
     Args:
       total_steps, first_step: updates of the whole run, and updates already done.
       log_period: updates per line.
       doing: returns the activity of the run, such as "compiling".
       counted: unit of a batch, such as "pairs"; "": rows.
-      total_samples: `samples_seen` at the end, by which the time left follows a ramp of the batch; None: by updates.
+      total_samples: `samples_seen` at the end, by which the time left follows a ramp of the batch;
+        None: by updates.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class RunProgress(Output):
         self._is_closed = threading.Event()
         if console.is_terminal:
             self._bar = progress_bar(console, Pace(total_steps, first_step))
-            self._task = self._bar.add_task(self._waiting(0.0), total=total_steps, completed=first_step)
+            self._task = self._bar.add_task(
+                self._waiting(0.0), total=total_steps, completed=first_step
+            )
             self._bar.start()
         if not console.quiet:
             wait = self._keep_counting if self._bar else self._keep_printing
@@ -82,7 +85,9 @@ class RunProgress(Output):
                 self._explain(silent_s)
 
     def _keep_printing(self) -> None:
-        while not self._is_closed.wait(max(0.0, self._printed_at + self._pause_s - time.monotonic())):
+        while not self._is_closed.wait(
+            max(0.0, self._printed_at + self._pause_s - time.monotonic())
+        ):
             now = time.monotonic()
             if now - self._printed_at < self._pause_s:
                 continue
@@ -95,7 +100,11 @@ class RunProgress(Output):
                 self._pause_s = pause_s
 
     def _explain(self, silent_s: float) -> None:
-        if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == TimePart.COMPILING:
+        if (
+            not self._has_explained
+            and silent_s >= _SLOW_COMPILE_S
+            and self._doing() == TimePart.COMPILING
+        ):
             self._has_explained = True
             self._console.print(folded(_OF_SLOW_COMPILE, 2, self._width))
 
@@ -133,7 +142,9 @@ class RunProgress(Output):
             self._print(" | ".join([self._unprinted, *remarks]))
 
     def _left(self, record: Record) -> str:
-        """Returns the time left at the pace since the first update; "" there, at the end, and beside the bar's own."""
+        """Returns the time left at the pace since the first update; "" there, at the end, and
+        beside the bar's own.
+        """
         done, total = record[Metric.STEP], self._total
         if self._total_samples is not None:
             done, total = record[Metric.SAMPLES_SEEN], self._total_samples
@@ -152,7 +163,9 @@ class RunProgress(Output):
             None if margin is None else f"margin {margin:z.3f}",
             None if accuracy is None else f"accuracy {accuracy:.0%}",
             f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{self._counted}",
-            f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,
+            f"stage {record[Metric.STAGE]}/{self._num_stages - 1}"
+            if self._num_stages > 1
+            else None,
             f"lr {record[Metric.LEARNING_RATE]:.2e}",
             f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",
             None if mfu is None else f"MFU {mfu:.1%}",

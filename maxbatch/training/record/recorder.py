@@ -1,4 +1,6 @@
-"""The record of each update: a line of `metrics.jsonl`, points in TensorBoard, progress on the console."""
+"""The record of each update: a line of `metrics.jsonl`, points in TensorBoard, progress on the
+console.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ class ThroughputMeter:
     """
 
     def __init__(
-        self, flops_per_token: int, devices: Sequence[jax.Device], peak_tflops: float | None, quantization: str = ""
+        self,
+        flops_per_token: int,
+        devices: Sequence[jax.Device],
+        peak_tflops: float | None,
+        quantization: str = "",
     ) -> None:
         self._flops_per_token = flops_per_token
         self._num_devices = len(devices)
@@ -54,7 +60,9 @@ class ThroughputMeter:
         """Returns the speed of an update on `num_tokens` tokens, slots without one left out."""
         tokens_per_second = num_tokens / seconds
         tflops = tokens_per_second * self._flops_per_token / self._num_devices / 1e12
-        return Throughput(seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None)
+        return Throughput(
+            seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None
+        )
 
 
 class Output(Protocol):
@@ -132,9 +140,10 @@ class Recorder:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
             raise DivergedError(
-                f"{self.position.consecutive_skips} updates in a row had {not_finite(record)} that is not finite "
-                f"(the last: step {self.position.step}, samples_seen {self.position.samples_seen}); the parameters are "
-                "those before them. Lower learning_rate, or look at the data there with `maxbatch data`"
+                f"{self.position.consecutive_skips} updates in a row had {not_finite(record)} "
+                f"that is not finite (the last: step {self.position.step}, samples_seen "
+                f"{self.position.samples_seen}); the parameters are those before them. Lower "
+                "learning_rate, or look at the data there with `maxbatch data`"
             )
 
     def _record(self, update: Dispatched, metrics: StepMetrics, seconds: float) -> Record:
@@ -165,7 +174,9 @@ class Recorder:
         if self._measures_noise:
             samples = position.noise_scale.samples
             record[Metric.GRADIENT_NOISE_SCALE] = samples
-            record[Metric.CRITICAL_BATCH_ESTIMATE] = None if samples is None else max(1, round(samples))
+            record[Metric.CRITICAL_BATCH_ESTIMATE] = (
+                None if samples is None else max(1, round(samples))
+            )
         for name, total in metrics.others.items():
             if name in self._means:
                 record[name] = float(total / metrics.weight) if metrics.weight > 0 else None
@@ -179,19 +190,27 @@ class Recorder:
             }
             if position.step % self._log_period == 0:
                 choices = map(int, routing.choices_E)
-                record[Metric.EXPERT_CHOICES] = {str(expert): count for expert, count in enumerate(choices)}
+                record[Metric.EXPERT_CHOICES] = {
+                    str(expert): count for expert, count in enumerate(choices)
+                }
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
         skipped, before = bool(metrics.skipped), self.position
-        norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
+        norm, weight, noise_parts = (
+            float(metrics.grad_norm),
+            float(metrics.weight),
+            map(float, metrics.noise_parts),
+        )
         is_weightless = not skipped and not weight > 0
         self.position = before._replace(
             step=update.planned.step,
             samples_seen=update.samples_seen,
             skipped_updates=before.skipped_updates + skipped,
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
-            noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
+            noise_scale=before.noise_scale.after(
+                norm, weight, update.planned.num_rows, *noise_parts
+            ),
             weightless_updates=before.weightless_updates + is_weightless,
             samples_planned=update.samples_planned,
         )

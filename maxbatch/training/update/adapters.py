@@ -1,11 +1,13 @@
-"""Low-rank adapters (LoRA): a matrix W of the layers becomes W + alpha / rank x A B, and only A and B are trained.
+"""Low-rank adapters (LoRA): a matrix W of the layers becomes W + alpha / rank x A B, and only A and
+B are trained.
 
-Reference: Hu et al. 2021 (https://arxiv.org/abs/2106.09685), section 4.1; A begins as in Hugging Face PEFT (uniform,
-within 1 / sqrt(inputs)), B at zero.
+Reference: Hu et al. 2021 (https://arxiv.org/abs/2106.09685), section 4.1; A begins as in Hugging
+Face PEFT (uniform, within 1 / sqrt(inputs)), B at zero.
 
-The sum is formed in float32 before the layers run, and rounded to `weight_dtype`, so the trained and exported models
-are the same. Where products are in 8 bits, those of W are and those of its adapter are not, so the layers apply both
-apart. Flax's `nnx.LoRA` and Qwix adapt linear layers; the matrices here belong to none.
+The sum is formed in float32 before the layers run, and rounded to `weight_dtype`, so the trained
+and exported models are the same. Where products are in 8 bits, those of W are and those of its
+adapter are not, so the layers apply both apart. Flax's `nnx.LoRA` and Qwix adapt linear layers; the
+matrices here belong to none.
 """
 
 from __future__ import annotations
@@ -92,11 +94,13 @@ class Adapters:
         known = {target.path[-1] for target in matrices}
         if not known:
             raise ConfigError(
-                f"lora_rank={self.rank}: this model has no matrices that adapters know; works: lora_rank=0"
+                f"lora_rank={self.rank}: this model has no matrices that adapters know; works: "
+                "lora_rank=0"
             )
         if experts := sorted(name for name in self.names & MATRICES.keys() if of_experts(name)):
             raise ConfigError(
-                f"lora_targets: {experts[0]} is of experts, which have no adapters; works: lora_targets={ALL}"
+                f"lora_targets: {experts[0]} is of experts, which have no adapters; works: "
+                f"lora_targets={ALL}"
             )
         for name in sorted(self.names - known):
             works = nearest_name(name, known) or ALL
@@ -107,11 +111,15 @@ class Adapters:
         return [target for target in matrices if not self.names or target.path[-1] in self.names]
 
     def init(self, base: State, seed: jax.typing.ArrayLike) -> State:
-        """Returns initial adapters, which leave the model equal to `base`; uses only the shapes of `base`."""
+        """Returns initial adapters, which leave the model equal to `base`; uses only the shapes of
+        `base`.
+        """
         found: dict[ParameterPath, nnx.Param[jax.Array]] = {}
         for target in self.targets(base):
             layers, inputs, outputs = _parts(target, target.shape)
-            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(target.path).encode()))
+            key = jax.random.fold_in(
+                jax.random.key(seed), zlib.crc32("/".join(target.path).encode())
+            )
             most = 1 / math.sqrt(math.prod(inputs))
             a = jax.random.uniform(key, (*layers, *inputs, self.rank), jnp.float32, -most, most)
             layer_axes, input_axes, output_axes = _parts(target, target.logical_axes)
@@ -130,7 +138,9 @@ class Adapters:
         return self.beside(base, adapters) if self.are_apart else self.merged(base, adapters)
 
     def beside(self, base: State, adapters: State) -> State:
-        """Returns the parameters of `base`, each adapted matrix with its adapter: arrays, shapes or shardings."""
+        """Returns the parameters of `base`, each adapted matrix with its adapter: arrays, shapes or
+        shardings.
+        """
         parts = {parameter_path(path): part for path, part in jax.tree.leaves_with_path(adapters)}
 
         def adapted(path: KeyPath, matrix: jax.Array) -> jax.Array | Adapted:
@@ -148,9 +158,13 @@ class Adapters:
             if not isinstance(adapted, Adapted):
                 return adapted
             product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(adapted.a, adapted.b)
-            return (adapted.matrix.astype(jnp.float32) + self.scale * product).astype(adapted.matrix.dtype)
+            return (adapted.matrix.astype(jnp.float32) + self.scale * product).astype(
+                adapted.matrix.dtype
+            )
 
-        state: State = jax.tree.map(summed, self.beside(base, adapters), is_leaf=lambda x: isinstance(x, Adapted))
+        state: State = jax.tree.map(
+            summed, self.beside(base, adapters), is_leaf=lambda x: isinstance(x, Adapted)
+        )
         return state
 
 

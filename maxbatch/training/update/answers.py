@@ -1,6 +1,7 @@
 """Answers of samples, one or several per sample, and their log-probabilities.
 
-Shapes: M samples, K answers per sample, L tokens of a prompt with an answer; a sample is a row of W = K L slots.
+Shapes: M samples, K answers per sample, L tokens of a prompt with an answer; a sample is a row of W
+= K L slots.
 """
 
 from __future__ import annotations
@@ -24,18 +25,27 @@ class Answers(NamedTuple):
 
     @property
     def weights_M(self) -> jax.Array:
-        """1 for a sample whose answers all have tokens; 0 for padding, or if the prompt fills the row."""
+        """1 for a sample whose answers all have tokens; 0 for padding, or if the prompt fills the
+        row.
+        """
         return jnp.all(self.tokens_MxK > 0, axis=1).astype(jnp.float32)
 
 
 def score_answers(
     decoder: Decoder, rows: TokenRows, batch_shards: int, num_answers: int
 ) -> tuple[Answers, RoutingSums | None]:
-    """Returns the answers of M samples, and the routing sums over their rows if the decoder has experts."""
-    tokens, segments, weights = (_by_answer(x, num_answers) for x in (rows.tokens, rows.segments, rows.weights))
+    """Returns the answers of M samples, and the routing sums over their rows if the decoder has
+    experts.
+    """
+    tokens, segments, weights = (
+        _by_answer(x, num_answers) for x in (rows.tokens, rows.segments, rows.weights)
+    )
     x, routing = decoder.hidden(tokens, jnp.minimum(segments, 1))
     logprobs = token_logprobs_of(decoder, x, tokens, batch_shards=batch_shards).logprobs_MxL
-    sums = (jnp.sum(of_tokens, axis=1).reshape(-1, num_answers) for of_tokens in (logprobs * weights, weights))
+    sums = (
+        jnp.sum(of_tokens, axis=1).reshape(-1, num_answers)
+        for of_tokens in (logprobs * weights, weights)
+    )
     return Answers(*sums), routing
 
 

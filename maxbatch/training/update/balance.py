@@ -1,12 +1,14 @@
-"""The balance of experts over the global batch: terms of the loss, the step of the routers' bias, the metrics.
+"""The balance of experts over the global batch: terms of the loss, the step of the routers' bias,
+the metrics.
 
-Every term is a sum over the real tokens of the global batch, divided once by their number and by the layers with
-experts, so terms and gradients do not depend on the cut of the batch. References: Fedus et al. 2022
-(https://arxiv.org/abs/2101.03961), section 2.2; Zoph et al. 2022 (https://arxiv.org/abs/2202.08906), section 3; Wang et
-al. 2024 (https://arxiv.org/abs/2408.15664); on the loads of a whole batch Qiu et al. 2025
-(https://arxiv.org/abs/2501.11873).
+Every term is a sum over the real tokens of the global batch, divided once by their number and by
+the layers with experts, so terms and gradients do not depend on the cut of the batch. References:
+Fedus et al. 2022 (https://arxiv.org/abs/2101.03961), section 2.2; Zoph et al. 2022
+(https://arxiv.org/abs/2202.08906), section 3; Wang et al. 2024 (https://arxiv.org/abs/2408.15664);
+on the loads of a whole batch Qiu et al. 2025 (https://arxiv.org/abs/2501.11873).
 
-Shapes: N layers with experts, C cycles of layers, S of whose layers have experts, E experts, k experts of a token.
+Shapes: N layers with experts, C cycles of layers, S of whose layers have experts, E experts, k
+experts of a token.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class RoutingMetrics(NamedTuple):
     choices_E: jax.Array  # uint32[E]: choices of each expert over all layers
     load_balance_loss: jax.Array  # float32, without its weight
     router_z_loss: jax.Array  # float32, without its weight
-    load_max: jax.Array  # float32: an expert's largest count over the mean count, in the worst layer
+    # float32: an expert's largest count over the mean count, in the worst layer
+    load_max: jax.Array
     dropped: jax.Array  # int32: choices beyond a capacity
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of the routes' hashes
 
@@ -66,11 +69,18 @@ class Balance:
             return None
         return cls(
             num_sparse_layers(config),
-            tuple(p for p, form in zip(layer_paths(config), cycle_of(config), strict=True) if form.has_experts),
-            config.num_experts, config.num_experts_per_tok,
-            config.load_balance_loss_weight, config.load_balance_scope == "global", config.router_z_loss_weight,
+            tuple(
+                p
+                for p, form in zip(layer_paths(config), cycle_of(config), strict=True)
+                if form.has_experts
+            ),
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.load_balance_loss_weight,
+            config.load_balance_scope == "global",
+            config.router_z_loss_weight,
             config.routed_bias_update_rate,
-        )  # fmt: skip
+        )
 
     @property
     def has_terms(self) -> bool:
@@ -82,8 +92,12 @@ class Balance:
         return jnp.zeros((self.num_layers, self.num_experts), jnp.int32)
 
     def term(self, sums: RoutingSums, scale: Scale) -> jax.Array:
-        """Returns the addition to the summed token losses of some rows, to be divided by the same weight."""
-        weighted = self.loss_weight * self._even(sums, scale.last_counts_NxE) + self.z_weight * jnp.sum(sums.squares)
+        """Returns the addition to the summed token losses of some rows, to be divided by the same
+        weight.
+        """
+        weighted = self.loss_weight * self._even(
+            sums, scale.last_counts_NxE
+        ) + self.z_weight * jnp.sum(sums.squares)
         return weighted * scale.ratio / self.num_layers
 
     def _even(self, sums: RoutingSums, last_counts_NxE: jax.Array) -> jax.Array:
@@ -92,14 +106,18 @@ class Balance:
             return jnp.sum(sums.sequence)
         totals_Nx1 = jnp.sum(last_counts_NxE, axis=1, keepdims=True)
         uniform = jnp.float32(1 / self.num_experts)
-        shares_NxE = last_counts_NxE.astype(jnp.float32) / jnp.maximum(totals_Nx1, 1).astype(jnp.float32)
+        shares_NxE = last_counts_NxE.astype(jnp.float32) / jnp.maximum(totals_Nx1, 1).astype(
+            jnp.float32
+        )
         shares_NxE = jnp.where(totals_Nx1 > 0, shares_NxE, uniform)
         return self.num_experts * jnp.sum(shares_NxE * sums.scores_E)
 
     def metrics(self, sums: RoutingSums, last_counts_NxE: jax.Array) -> RoutingMetrics:
         """Returns the metrics of an update from the sums of its whole batch."""
         counts_NxE = sums.counts_E
-        tokens = jnp.maximum(jnp.sum(counts_NxE[0]) // self.num_experts_per_tok, 1).astype(jnp.float32)
+        tokens = jnp.maximum(jnp.sum(counts_NxE[0]) // self.num_experts_per_tok, 1).astype(
+            jnp.float32
+        )
         means_N = jnp.sum(counts_NxE, axis=1).astype(jnp.float32) / self.num_experts
         largest_N = jnp.max(counts_NxE, axis=1).astype(jnp.float32)
         return RoutingMetrics(
@@ -116,8 +134,11 @@ class Balance:
         if not self.bias_rate:
             return params
         bias, rest = nnx.split_state(params, _IS_BIAS, ...)
-        mean_Nx1, over_Nx1 = jnp.divmod(jnp.sum(counts_NxE, axis=1, keepdims=True), self.num_experts)
-        # The sign of mean - count in whole numbers; of the mean's fraction only its existence matters.
+        mean_Nx1, over_Nx1 = jnp.divmod(
+            jnp.sum(counts_NxE, axis=1, keepdims=True), self.num_experts
+        )
+        # The sign of mean - count in whole numbers; of the mean's fraction only its existence
+        # matters.
         below_NxE = mean_Nx1 - counts_NxE
         sign_NxE = jnp.where(below_NxE == 0, jnp.sign(over_Nx1), jnp.sign(below_NxE))
         step_NxE = self.bias_rate * sign_NxE.astype(jnp.float32)

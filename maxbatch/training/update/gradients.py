@@ -2,9 +2,10 @@
 
 Shapes: M rows in a micro-batch, L tokens in a row, d shards of the data axis.
 
-`optax.MultiSteps` accumulates sums and never emits: its state exists inside one update, so no NaN outlives it and no
-checkpoint has it. Layers in a loop sum their gradients in their own backward pass (`SummingLayers`). Each data shard
-has its own partial gradient, so there is one reduction over the data axis, after the last micro-batch.
+`optax.MultiSteps` accumulates sums and never emits: its state exists inside one update, so no NaN
+outlives it and no checkpoint has it. Layers in a loop sum their gradients in their own backward
+pass (`SummingLayers`). Each data shard has its own partial gradient, so there is one reduction over
+the data axis, after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from maxbatch.training.update.layer_gradients import SummingLayers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import ModelMaker
 
-PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # axes that split the rows of a data shard
+# axes that split the rows of a data shard
+PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
 
@@ -63,12 +65,15 @@ class Objective(NamedTuple):
     others: tuple[str, ...] = ()  # names of the other sums
     weigh: Callable[[Any], jax.Array] = sum_of_weights  # weight_sum of rows, for the balance terms
     make_model: ModelMaker | None = None  # makes the trained model; None: the config's Decoder
-    num_referred: int = 0  # answers per sample compared with the first parameters (`reference` of the rows)
+    # answers per sample compared with the first parameters (`reference` of the rows)
+    num_referred: int = 0
 
 
 def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
     x_MxLxD, routing = decoder.hidden(rows.tokens, rows.segments)
-    loss, weight = loss_sums_of(decoder, x_MxLxD, rows.tokens, rows.weights, batch_shards=batch_shards)
+    loss, weight = loss_sums_of(
+        decoder, x_MxLxD, rows.tokens, rows.weights, batch_shards=batch_shards
+    )
     return ObjectiveSums(loss, weight, {}, routing)
 
 
@@ -76,7 +81,8 @@ NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each t
 
 
 class NoiseParts(NamedTuple):
-    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data shards.
+    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data
+    shards.
 
     One micro-batch gives an unbiased estimate; reading the gradients of all would slow the update.
     """
@@ -125,17 +131,27 @@ class Accumulation:
 
     def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective) -> None:
         self._objective = objective
-        self._model = model = ModelOnMesh(config, config.mesh, mesh, PARTIAL_AXES, objective.make_model)
+        self._model = model = ModelOnMesh(
+            config, config.mesh, mesh, PARTIAL_AXES, objective.make_model
+        )
         remat = Remat.of(config.remat)
         self._adapters = adapters = Adapters.from_config(config.adapters, config.quantization)
         is_own = objective.make_model is not None
-        loops_once = config.num_kv_shared_layers == 0  # otherwise layers and those that share their keys are two loops
-        self._sums_layers = config.scan_layers and loops_once and not model.has_pipeline and not is_own and not adapters
+        # otherwise layers and those that share their keys are two loops
+        loops_once = config.num_kv_shared_layers == 0
+        self._sums_layers = (
+            config.scan_layers
+            and loops_once
+            and not model.has_pipeline
+            and not is_own
+            and not adapters
+        )
         self.data_shards = mesh.shape["data"]
         self.balance = balance = None if is_own else Balance.from_config(config)
         trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
         self._partial_sharding = jax.tree.map(
-            lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)
+            lambda s: NamedSharding(mesh, P("data", *s.spec)),
+            parameter_shardings(trained_shape, mesh),
         )
         self._accumulator = optax.MultiSteps(
             optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
@@ -144,12 +160,20 @@ class Accumulation:
         def loss_fn(
             params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
         ) -> tuple[jax.Array, ObjectiveSums]:
-            summing = SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
-            whole = model.staged(adapters.applied(others, params)) if adapters else nnx.merge_state(params, others)
+            summing = (
+                SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
+            )
+            whole = (
+                model.staged(adapters.applied(others, params))
+                if adapters
+                else nnx.merge_state(params, others)
+            )
             sums = objective.sums(model.module(whole, summing), rows, model.row_shards)
             minimised = sums.loss
             if scale is not None:
-                assert balance is not None and sums.routing is not None, "terms of balance need experts"
+                assert balance is not None and sums.routing is not None, (
+                    "terms of balance need experts"
+                )
                 minimised += balance.term(sums.routing, scale)
             return minimised, sums
 
@@ -191,10 +215,21 @@ class Accumulation:
         if self.balance is not None:
             of_shard = RoutingSums.nothing(self.balance.num_layers, self.balance.num_experts)
             routing = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), of_shard)
-        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, tokens, routing)
+        return Sums(
+            self._accumulator.init(rest),
+            layers,
+            nothing,
+            nothing,
+            others,
+            noise_parts,
+            limbs,
+            tokens,
+            routing,
+        )
 
     def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
-        """Splits parameters into those of layers that sum their gradients in the backward pass, and the rest.
+        """Splits parameters into those of layers that sum their gradients in the backward pass, and
+        the rest.
 
         First layers without experts belong to the rest.
         """
@@ -204,13 +239,19 @@ class Accumulation:
         return layers, rest
 
     def add(
-        self, weights: Weights, sums: Sums, rows: Tree, measures_noise: jax.Array | bool, scale: Scale | None = None
+        self,
+        weights: Weights,
+        sums: Sums,
+        rows: Tree,
+        measures_noise: jax.Array | bool,
+        scale: Scale | None = None,
     ) -> Sums:
         """Returns the sums with one more micro-batch, for `staged` parameters.
 
         Args:
           rows: [M, L] arrays, as the objective takes them.
-          measures_noise: whether to take the noise scale's parts from it; only for an update's first micro-batch.
+          measures_noise: whether to take the noise scale's parts from it; only for an update's
+            first micro-batch.
           scale: for the balance terms; None: the loss has none.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
@@ -224,7 +265,9 @@ class Accumulation:
         noise_parts_d = sums.noise_parts_d
         if measures_noise is not False:  # first micro-batch: the sums are its gradients
             first = (accumulator.acc_grads, layers)
-            noise_parts_d = jax.lax.cond(measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d)
+            noise_parts_d = jax.lax.cond(
+                measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d
+            )
         return Sums(
             accumulator,
             layers,
@@ -240,14 +283,21 @@ class Accumulation:
     def total(self, sums: Sums) -> Totals:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
         gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
-        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:])))
+        totals = Totals(
+            *jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:]))
+        )
         if totals.routing is not None:
-            totals = totals._replace(routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4)))
+            totals = totals._replace(
+                routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4))
+            )
         if not self._adapters:
             totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
 
 
 def _noise_parts(gradients: Tree, weight_d: jax.Array) -> NoiseParts:
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)]
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim))
+        for g in jax.tree.leaves(gradients)
+    ]
     return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))

@@ -1,9 +1,10 @@
 """Gradients of layers, added to their sums in the backward pass, without gradients per micro-batch.
 
-Usually the backward pass of a loop over layers makes an array of all their gradients, which accumulation then adds to
-the sums: two float32 arrays of the parameters' size, and three passes over them. Here the backward pass carries the
-sums from layer to layer and adds each layer's gradient in place. The forward pass leaves the sums unchanged; their
-"gradient" starts as the sums themselves, so `jax.grad` with respect to them returns sums plus gradients.
+Usually the backward pass of a loop over layers makes an array of all their gradients, which
+accumulation then adds to the sums: two float32 arrays of the parameters' size, and three passes
+over them. Here the backward pass carries the sums from layer to layer and adds each layer's
+gradient in place. The forward pass leaves the sums unchanged; their "gradient" starts as the sums
+themselves, so `jax.grad` with respect to them returns sums plus gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from maxbatch.parallel.trees import State, Tree
 
 @dataclasses.dataclass(eq=False)  # arrays cannot be compared; flax compares identity
 class SummingLayers:
-    """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per gradient.
+    """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per
+    gradient.
 
-    The gradient with respect to `sums` is the sums plus the gradients of the parameters, which themselves get none. A
-    second run within one gradient would count the sums twice, so it raises.
+    The gradient with respect to `sums` is the sums plus the gradients of the parameters, which
+    themselves get none. A second run within one gradient would count the sums twice, so it raises.
     """
 
     sums: Tree  # float32 arrays, like the stacked parameters of the layers
@@ -41,20 +43,24 @@ class SummingLayers:
     def __call__(
         self, layers: Layers[Sums], stacked: Stacked, x_MxLxD: jax.Array, slots: Tree, /
     ) -> tuple[jax.Array, Sums]:
-        """Runs all layers; returns x and the layers' outputs, stacked. `layers(x, slots, stacked)` runs several.
+        """Runs all layers; returns x and the layers' outputs, stacked. `layers(x, slots, stacked)`
+        runs several.
 
         Raises:
           RuntimeError: the layers ran before.
         """
         if self._has_run:
-            raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
+            raise RuntimeError(
+                "layers whose gradients are summed in place must run once per gradient"
+            )
         self._has_run = True
 
         def layer(x_MxLxD: jax.Array, slots: Tree, one: Stacked) -> tuple[jax.Array, Sums]:
             x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], one))
             return x_MxLxD, jax.tree.map(lambda only: only[0], of_layer)
 
-        # Its input must be the layer's slice itself; of anything computed from it a copy would be kept.
+        # Its input must be the layer's slice itself; of anything computed from it a copy would be
+        # kept.
         numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
         layer = checkpointed(layer, self.remat, in_loop=numbers_N.size > 1)
 
@@ -67,13 +73,17 @@ class SummingLayers:
             return (x_MxLxD, sums), of_layer
 
         frozen = stacked._replace(parameters=jax.lax.stop_gradient(stacked.parameters))
-        (x_MxLxD, sums), of_layers = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, frozen))
+        (x_MxLxD, sums), of_layers = jax.lax.scan(
+            run_one, (x_MxLxD, self.sums), (numbers_N, frozen)
+        )
         return _turn_round(x_MxLxD, sums), of_layers
 
 
 @jax.custom_vjp
 def _tie(parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
-    """Returns a layer's parameters and the sums unchanged; the backward pass adds the layer's gradient to the sums."""
+    """Returns a layer's parameters and the sums unchanged; the backward pass adds the layer's
+    gradient to the sums.
+    """
     del index
     return parameters, sums
 

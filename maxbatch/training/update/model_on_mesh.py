@@ -32,8 +32,8 @@ class ModelOnMesh:
       has_pipeline: whether the layers run in stages.
 
     Raises:
-      ConfigError: the devices cannot compute the stated `attention` or `quantization`, or a user's model cannot be
-        trained.
+      ConfigError: the devices cannot compute the stated `attention` or `quantization`, or a user's
+        model cannot be trained.
     """
 
     def __init__(

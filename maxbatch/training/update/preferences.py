@@ -1,10 +1,12 @@
 """Losses of preference pairs: the mean over the pairs of the global batch.
 
-DPO: Rafailov et al. 2023 (https://arxiv.org/abs/2305.18290), equation 7; its label smoothing is Mitchell's conservative
-DPO (2023, https://ericmitchell.ai/cdpo.pdf). ORPO: Hong et al. 2024 (https://arxiv.org/abs/2403.07691), equations 6 and
-7, with mean log-probabilities over an answer's tokens.
+DPO: Rafailov et al. 2023 (https://arxiv.org/abs/2305.18290), equation 7; its label smoothing is
+Mitchell's conservative DPO (2023, https://ericmitchell.ai/cdpo.pdf). ORPO: Hong et al. 2024
+(https://arxiv.org/abs/2403.07691), equations 6 and 7, with mean log-probabilities over an answer's
+tokens.
 
-Shapes: M pairs, L tokens of a prompt with an answer; a pair is a row of W = 2 L slots, chosen and rejected.
+Shapes: M pairs, L tokens of a prompt with an answer; a pair is a row of W = 2 L slots, chosen and
+rejected.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ def preference_objective(config: PreferenceConfig) -> Objective:
 
     def sums(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
         answers, routing = score_answers(decoder, rows, batch_shards, 2)
-        losses_M, margins_M = pair_losses(answers, reference_of(rows, 2) if has_reference else None, config)
+        losses_M, margins_M = pair_losses(
+            answers, reference_of(rows, 2) if has_reference else None, config
+        )
         weights_M = answers.weights_M
         totals = {"margin": margins_M, "pair_accuracy": (margins_M > 0).astype(jnp.float32)}
-        others = {name: jax.lax.stop_gradient(jnp.sum(of_M * weights_M)) for name, of_M in totals.items()}
+        others = {
+            name: jax.lax.stop_gradient(jnp.sum(of_M * weights_M)) for name, of_M in totals.items()
+        }
         return ObjectiveSums(jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing)
 
     others, weigh = ("margin", "pair_accuracy"), partial(weigh_answers, num_answers=2)
@@ -56,7 +62,9 @@ def pair_losses(
     ratios_Mx2 = answers.logprobs_MxK - reference_Mx2
     margins_M = config.dpo_beta * (ratios_Mx2[:, 0] - ratios_Mx2[:, 1])
     swapped = config.dpo_label_smoothing
-    losses_M = -(1 - swapped) * jax.nn.log_sigmoid(margins_M) - swapped * jax.nn.log_sigmoid(-margins_M)
+    losses_M = -(1 - swapped) * jax.nn.log_sigmoid(margins_M) - swapped * jax.nn.log_sigmoid(
+        -margins_M
+    )
     return losses_M, margins_M
 
 
@@ -66,5 +74,7 @@ def _log_complement(logprobs: jax.Array) -> jax.Array:
     is_likely = logprobs > -jnp.log(2.0)
     # Each branch needs a differentiable value even when unselected.
     likely, unlikely = jnp.where(is_likely, logprobs, -0.5), jnp.where(is_likely, -1.0, logprobs)
-    array: jax.Array = jnp.where(is_likely, jnp.log(-jnp.expm1(likely)), jnp.log1p(-jnp.exp(unlikely)))
+    array: jax.Array = jnp.where(
+        is_likely, jnp.log(-jnp.expm1(likely)), jnp.log1p(-jnp.exp(unlikely))
+    )
     return array

@@ -1,4 +1,6 @@
-"""The paths that the patterns of `adamw_mask` are searched in: a parameter's path here and in MaxText."""
+"""The paths that the patterns of `adamw_mask` are searched in: a parameter's path here and in
+MaxText.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from maxbatch.maxtext.checkpoints.names import scanned_name
 
 
 def searched_paths(names: Sequence[str], decoder_block: str) -> list[str]:
-    """Returns a parameter's path here and, if MaxText has such a parameter, there; parts are joined by slashes.
+    """Returns a parameter's path here and, if MaxText has such a parameter, there; parts are joined
+    by slashes.
 
     Args:
       names: the names that lead to it here, such as layers, attention, query.

@@ -1,7 +1,7 @@
 """The state of training: parameters and optimizer state, created in shards.
 
-Accumulation adds nothing to it. The position in the data is two Python integers beside it, since 32-bit counters
-overflow at 2.1 billion tokens.
+Accumulation adds nothing to it. The position in the data is two Python integers beside it, since
+32-bit counters overflow at 2.1 billion tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class ModelMaker(Protocol):
     """A function that makes a user's model, with `nnx.Param` variables only."""
 
     def __call__(self, *, rngs: nnx.Rngs) -> Any:
-        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
+        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits
+        [M, L, V].
+        """
 
 
 class TrainState(NamedTuple):
     """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them.
 
-    With experts, the optimizer's state is a `BalancedState`. In a run with adapters, the parameters are the adapters,
-    and `frozen` is their base model.
+    With experts, the optimizer's state is a `BalancedState`. In a run with adapters, the parameters
+    are the adapters, and `frozen` is their base model.
     """
 
     params: State
@@ -54,10 +56,14 @@ class TrainState(NamedTuple):
 
     @property
     def averaged(self) -> TrainState:
-        """The state with averaged parameters in place of current ones, in the same types; itself without an average."""
+        """The state with averaged parameters in place of current ones, in the same types; itself
+        without an average.
+        """
         if self.average is None:
             return self
-        return self._replace(params=jax.tree.map(lambda p, a: a.astype(p.dtype), self.params, self.average))
+        return self._replace(
+            params=jax.tree.map(lambda p, a: a.astype(p.dtype), self.params, self.average)
+        )
 
     @property
     def model(self) -> State:
@@ -77,7 +83,9 @@ def first_average(params: State) -> State:
 
 def average_shapes(params: State) -> State:
     """Returns the shapes and shardings of an average of parameters."""
-    found: State = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
+    found: State = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params
+    )
     return found
 
 
@@ -89,7 +97,8 @@ def abstract_model(
 ) -> tuple[nnx.GraphDef[nnx.Module], State]:
     """Returns the model's graph and its parameters' shapes, without allocation.
 
-    Without `make_model`, the model is the config's `Decoder`. A user's model handles its activations and layers itself.
+    Without `make_model`, the model is the config's `Decoder`. A user's model handles its
+    activations and layers itself.
 
     Raises:
       ConfigError: a user's model has variables other than parameters.
@@ -103,11 +112,15 @@ def abstract_model(
     module = nnx.eval_shape(model)
     if make_model is not None:
         _, _, *others = nnx.split(module, nnx.Param, ...)
-        kinds = {type(v).__name__ for v in jax.tree.leaves(others, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+        kinds = {
+            type(v).__name__
+            for v in jax.tree.leaves(others, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        }
         if kinds:
             raise ConfigError(
-                f"model: has variables of {', '.join(sorted(kinds))}, and an update depends on parameters (nnx.Param) "
-                "and the batch alone; leave out dropout and running statistics"
+                f"model: has variables of {', '.join(sorted(kinds))}, and an update depends on "
+                "parameters (nnx.Param) and the batch alone; leave out dropout and running "
+                "statistics"
             )
     return nnx.split(module, nnx.Param)
 
@@ -131,7 +144,10 @@ def num_parameters(params: State) -> int:
 
 
 def abstract_state(
-    config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | None = None, own_optimizer: OptimizerMaker | None = None
+    config: UpdateConfig,
+    mesh: Mesh,
+    make_model: ModelMaker | None = None,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocation."""
     _, base = abstract_model(config, make_model=make_model)
@@ -174,7 +190,9 @@ def abstract_state(
         opt_state = BalancedState(opt_state, jax.eval_shape(balance.no_counts))
         opt_shardings = opt_state._replace(optimizer=opt_shardings, last_counts_NxE=whole)
     state = TrainState(params, opt_state, frozen)
-    made: TrainState = jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
+    made: TrainState = jax.tree.map(
+        with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings)
+    )
     if config.optimizer.parameter_average_half_life is None:
         return made
     return made._replace(average=average_shapes(made.params))
@@ -198,7 +216,9 @@ def init_state(
         else:
             model = make_model(rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
-        return _started(config, params, seed, None if make_model else Balance.from_config(config), own_optimizer)
+        return _started(
+            config, params, seed, None if make_model else Balance.from_config(config), own_optimizer
+        )
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
@@ -206,7 +226,10 @@ def init_state(
 
 
 def init_opt_state(
-    config: UpdateConfig, abstract: TrainState, params: State, own_optimizer: OptimizerMaker | None = None
+    config: UpdateConfig,
+    abstract: TrainState,
+    params: State,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> TrainState:
     """Returns a state of given parameters with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -214,9 +237,13 @@ def init_opt_state(
     if abstract.frozen is None:
 
         def rest(params: State) -> tuple[optax.OptState, State | None]:
-            return _first_opt_state(config, balance, params, own_optimizer), _first_average(config, params)
+            return _first_opt_state(config, balance, params, own_optimizer), _first_average(
+                config, params
+            )
 
-        opt_state, average = jax.jit(rest, out_shardings=(shardings.opt_state, shardings.average))(params)
+        opt_state, average = jax.jit(rest, out_shardings=(shardings.opt_state, shardings.average))(
+            params
+        )
         return TrainState(params, opt_state, average=average)
 
     def start(seed: jax.Array) -> TrainState:
@@ -227,7 +254,11 @@ def init_opt_state(
 
 
 def _started(
-    config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None, own_optimizer: OptimizerMaker | None
+    config: UpdateConfig,
+    model: State,
+    seed: jax.Array,
+    balance: Balance | None,
+    own_optimizer: OptimizerMaker | None,
 ) -> TrainState:
     """Returns the first state of a run from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
@@ -238,7 +269,10 @@ def _started(
 
 
 def _first_opt_state(
-    config: UpdateConfig, balance: Balance | None, params: State, own_optimizer: OptimizerMaker | None
+    config: UpdateConfig,
+    balance: Balance | None,
+    params: State,
+    own_optimizer: OptimizerMaker | None,
 ) -> optax.OptState:
     optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None, own_optimizer)
     opt_state = optimizer.init(learned(params, balance))
@@ -251,16 +285,28 @@ def _first_average(config: UpdateConfig, params: State) -> State | None:
 
 
 def adapted_shapes(config: UpdateConfig, abstract: TrainState) -> State:
-    """Returns the shapes of the parameters that an eval reads: those of the model, with its adapters."""
+    """Returns the shapes of the parameters that an eval reads: those of the model, with its
+    adapters.
+    """
     adapters = Adapters.from_config(config.adapters, config.quantization)
-    return adapters.beside(abstract.model, abstract.params) if adapters and adapters.are_apart else abstract.model
+    return (
+        adapters.beside(abstract.model, abstract.params)
+        if adapters and adapters.are_apart
+        else abstract.model
+    )
 
 
 def compile_adapting(config: UpdateConfig, abstract: TrainState) -> Callable[[State, State], State]:
-    """Compiles the program that adapts a base model, (model, adapters) -> model; it is none if both stay apart."""
+    """Compiles the program that adapts a base model, (model, adapters) -> model; it is none if both
+    stay apart.
+    """
     adapters = Adapters.from_config(config.adapters, config.quantization)
     assert adapters is not None, "the run trains adapters"
     if adapters.are_apart:
         return adapters.beside
     shardings = jax.tree.map(lambda x: x.sharding, abstract.model)
-    return jax.jit(adapters.merged, out_shardings=shardings).lower(abstract.model, abstract.params).compile()
+    return (
+        jax.jit(adapters.merged, out_shardings=shardings)
+        .lower(abstract.model, abstract.params)
+        .compile()
+    )

@@ -1,11 +1,11 @@
 """The whole update: accumulate over micro-batches, reduce once, divide once, clip, step.
 
-Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Training uses the first
-`num_micro_batches` of the A micro-batches; the number is an argument, so one executable serves every stage of a ramp
-that keeps M.
+Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Training uses the
+first `num_micro_batches` of the A micro-batches; the number is an argument, so one executable
+serves every stage of a ramp that keeps M.
 
-Loss and gradient are weighted means over the global batch (sum of losses over sum of weights), so the update does not
-depend on the cut of the batch; a batch without weight changes nothing.
+Loss and gradient are weighted means over the global batch (sum of losses over sum of weights), so
+the update does not depend on the cut of the batch; a batch without weight changes nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,22 @@ from maxbatch.config.combined import ModelOptimizerConfig, UpdateConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
-from maxbatch.training.update.balance import Balance, BalancedState, RoutingMetrics, Scale, learned, with_learned
-from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
+from maxbatch.training.update.balance import (
+    Balance,
+    BalancedState,
+    RoutingMetrics,
+    Scale,
+    learned,
+    with_learned,
+)
+from maxbatch.training.update.gradients import (
+    NEXT_TOKEN,
+    Accumulation,
+    NoiseParts,
+    Objective,
+    Sums,
+    Totals,
+)
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import TrainState
 
@@ -59,8 +73,9 @@ def make_train_step(
       own_optimizer: makes a user's optimizer; None: the config's.
 
     Returns:
-      `train_step(state, batch, num_micro_batches, settings) -> (state, StepMetrics)`, with `state` donated,
-      `num_micro_batches` an int32 scalar, and `settings` (`UpdateSettings`) float32 scalars.
+      `train_step(state, batch, num_micro_batches, settings) -> (state, StepMetrics)`, with `state`
+      donated, `num_micro_batches` an int32 scalar, and `settings` (`UpdateSettings`) float32
+      scalars.
     """
     accumulation = Accumulation(config, mesh, objective)
     balance = accumulation.balance
@@ -70,13 +85,21 @@ def make_train_step(
         if balance is None or not balance.has_terms:
             return None
 
-        def count(j: jax.Array, counted: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            rows = arrange(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch))
+        def count(
+            j: jax.Array, counted: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            rows = arrange(
+                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
+            )
             tokens = jnp.sum(rows.segments != 0, dtype=jnp.int32)
             return counted[0] + objective.weigh(rows), counted[1] + tokens
 
-        weight, tokens = jax.lax.fori_loop(0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0)))
-        return Scale(weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE)
+        weight, tokens = jax.lax.fori_loop(
+            0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0))
+        )
+        return Scale(
+            weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE
+        )
 
     def train_step(
         state: TrainState, batch: Batch, num_micro_batches: jax.Array, settings: UpdateSettings
@@ -84,28 +107,42 @@ def make_train_step(
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
         of_terms = scale(state, batch, num_micro_batches)
-        measures_noise = config.optimizer.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
+        measures_noise = (
+            config.optimizer.gradient_noise_scale
+            and max_micro_batches * accumulation.data_shards > 1
+        )
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
-            micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
-            return accumulation.add(params, sums, arrange(micro), (j == 0) if measures_noise else False, of_terms)
+            micro = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch
+            )
+            return accumulation.add(
+                params, sums, arrange(micro), (j == 0) if measures_noise else False, of_terms
+            )
 
         sums = accumulation.start(params, sums_layers=max_micro_batches > 1)
         if max_micro_batches == 1:  # a single one: without a loop the accumulator is free
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(config.optimizer, state, accumulation.total(sums), settings, balance, own_optimizer)
+        return update(
+            config.optimizer, state, accumulation.total(sums), settings, balance, own_optimizer
+        )
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
     return jax.jit(
-        train_step, donate_argnums=0, in_shardings=(shardings, None, whole, whole), out_shardings=(shardings, whole)
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, None, whole, whole),
+        out_shardings=(shardings, whole),
     )
 
 
 def abstract_settings() -> UpdateSettings:
-    settings: UpdateSettings = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), AT_REST)
+    settings: UpdateSettings = jax.tree.map(
+        lambda _: jax.ShapeDtypeStruct((), jnp.float32), AT_REST
+    )
     return settings
 
 
@@ -117,9 +154,11 @@ def update(
     balance: Balance | None = None,
     own_optimizer: OptimizerMaker | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the state after the update and its metrics; skips a non-finite update or one without weight.
+    """Returns the state after the update and its metrics; skips a non-finite update or one without
+    weight.
 
-    With experts (`balance`), also steps the routers' bias and stores the counts for the next update.
+    With experts (`balance`), also steps the routers' bias and stores the counts for the next
+    update.
     """
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
@@ -139,7 +178,9 @@ def update(
             assert totals.routing is not None, "experts have counts"
             opt_state = BalancedState(opt_state, totals.routing.counts_E)
             params = balance.with_bias_stepped(params, totals.routing.counts_E)
-        return state._replace(params=params, opt_state=opt_state, average=_moved(state.average, params, settings))
+        return state._replace(
+            params=params, opt_state=opt_state, average=_moved(state.average, params, settings)
+        )
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
@@ -157,11 +198,15 @@ def update(
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
     loss = totals.loss / denominator
     parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
-    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, totals.tokens, others, routing)
+    return state, StepMetrics(
+        loss, totals.weight, norm, ~finite, parts, fingerprint, totals.tokens, others, routing
+    )
 
 
 def _moved(average: State | None, params: State, settings: UpdateSettings) -> State | None:
-    """Returns the averaged parameters after an update: average x b + parameters x (1 - b), b = 2^-halvings."""
+    """Returns the averaged parameters after an update: average x b + parameters x (1 - b), b =
+    2^-halvings.
+    """
     if average is None:
         return None
     new = -jnp.expm1(-math.log(2) * settings.average_halvings)  # 1 - b without cancellation
@@ -170,10 +215,12 @@ def _moved(average: State | None, params: State, settings: UpdateSettings) -> St
 
 
 def _may_overflow(config: ModelOptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
-    """Returns whether a finite gradient can give a non-finite state, so that the state must be checked.
+    """Returns whether a finite gradient can give a non-finite state, so that the state must be
+    checked.
 
-    The gradient's norm is finite, so its values are below 1e20, and with usual settings no optimizer's direction
-    reaches 1e32. With rate and decay at most 1, no parameter reaches 1e38 in any run.
+    The gradient's norm is finite, so its values are below 1e20, and with usual settings no
+    optimizer's direction reaches 1e32. With rate and decay at most 1, no parameter reaches 1e38 in
+    any run.
     """
     has_usual_settings = (
         1e-12 <= config.adam_eps <= 1
@@ -182,7 +229,9 @@ def _may_overflow(config: ModelOptimizerConfig, settings: UpdateSettings) -> jax
     )
     if not has_usual_settings:
         return True
-    decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
+    decay = (
+        settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
+    )
     is_usual = settings.learning_rate * jnp.clip(decay, 1.0, 1e30) <= 1
     if config.adam_b1 is None or config.adam_b2 is None:  # like usual decays, at most 1 - 1e-6
         is_usual &= jnp.minimum(settings.adam_b1_halvings, settings.adam_b2_halvings) >= 1.5e-6

@@ -42,16 +42,22 @@ from maxbatch.runs.position import (
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
-from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
+from maxbatch.training.weights.checksums import (
+    array_checksums,
+    damage_of_parameters,
+    damage_of_state,
+    parameter_name,
+)
 from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, read_index
 from maxbatch.training.weights.shards import read_item, read_together
 
 OWN_MODEL = "own"  # in the model's identity, in place of the keys of the config's own model
-_STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")  # in the name of a stored array
+# in the name of a stored array
+_STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")
 _OF_ORBAX = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
 _GIVE = (
-    "give a run folder with checkpoints/, one of checkpoints/STEP, a Hugging Face folder (config.json), or a MaxText "
-    "checkpoint"
+    "give a run folder with checkpoints/, one of checkpoints/STEP, a Hugging Face folder "
+    "(config.json), or a MaxText checkpoint"
 )
 
 
@@ -117,11 +123,14 @@ class StoredCheckpoint:
         if not (self._is_removed and self._names_a_run):
             return None
         newest = StoredCheckpoint(self._path, self._averaged, self._base)
-        warn(f"{self.folder}: its run removed it while it was read; {newest.folder} is read instead")
+        warn(
+            f"{self.folder}: its run removed it while it was read; {newest.folder} is read instead"
+        )
         return newest
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config of its run, with "key=value" texts over it; without them the model computes in `dtype`.
+        """Returns the config of its run, with "key=value" texts over it; without them the model
+        computes in `dtype`.
 
         Raises:
           ConfigError: `config.yml` cannot be read, or its model differs from the checkpoint's.
@@ -131,14 +140,20 @@ class StoredCheckpoint:
         if self.is_own:
             name = own_parts_of(config.own_parts).get("model", "MyModel")
             raise ConfigError(
-                f"{shown_path(self._path)}: holds a model of one's own ({name}), which only Python can call; "
-                f"works: maxbatch.load_model({str(self._path)!r}, model={name.rpartition('.')[2]})"
+                f"{shown_path(self._path)}: holds a model of one's own ({name}), which only "
+                f"Python can call; works: maxbatch.load_model({str(self._path)!r}, "
+                f"model={name.rpartition('.')[2]})"
             )
-        names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else ())
+        names = names_fixing(Fixes.MODEL) + (
+            names_fixing(Fixes.ADAPTERS) if config.lora_rank else ()
+        )
         for key in names:
             if key in stored and stored[key] != config[key]:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))
-                raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
+                raise ConfigError(
+                    f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; "
+                    "restore it"
+                )
         return load_config(file, ["quantization=", *self._moved, *overrides])
 
     @property
@@ -151,11 +166,14 @@ class StoredCheckpoint:
         return self.record.identity["model"].get("model") == OWN_MODEL
 
     def config_of_run(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config of its run, with "key=value" texts over it; it does not describe a user's own model."""
+        """Returns the config of its run, with "key=value" texts over it; it does not describe a
+        user's own model.
+        """
         return load_config(self._config_file, overrides)
 
     def parameter_shapes(self, device: jax.Device) -> State:
-        """Returns the shapes and paths of the stored parameters, whatever the model, for reading onto a device.
+        """Returns the shapes and paths of the stored parameters, whatever the model, for reading
+        onto a device.
 
         Raises:
           ConfigError: its index is damaged, or it was made before checkpoints had one.
@@ -165,7 +183,11 @@ class StoredCheckpoint:
             with reading(item):
                 stored, _ = read_index(item / INDEX)
         except (DamagedError, FileNotFoundError) as error:
-            why = f"{item.name}/{INDEX} is missing" if isinstance(error, FileNotFoundError) else str(error)
+            why = (
+                f"{item.name}/{INDEX} is missing"
+                if isinstance(error, FileNotFoundError)
+                else str(error)
+            )
             raise _damaged(self.folder, why) from None
         place = SingleDeviceSharding(device)
         return nnx.from_flat_state(
@@ -181,7 +203,13 @@ class StoredCheckpoint:
     def identity(self) -> str:
         """A hash of its step, its model, its arrays' checksums and its run's origin."""
         record = self.record
-        parts = (record.position.step, record.checksum, record.parameters, record.average, record.identity["model"])
+        parts = (
+            record.position.step,
+            record.checksum,
+            record.parameters,
+            record.average,
+            record.identity["model"],
+        )
         stated = json.dumps([*parts, record.origin and record.origin.identity], sort_keys=True)
         return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
 
@@ -192,7 +220,9 @@ class StoredCheckpoint:
     @property
     def old_identity(self) -> str:
         """A hash of its step, the checksum of its arrays and its model."""
-        stated = f"{self.record.position.step} {self.record.checksum} {self.record.identity['model']}"
+        stated = (
+            f"{self.record.position.step} {self.record.checksum} {self.record.identity['model']}"
+        )
         return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
 
     @property
@@ -207,7 +237,8 @@ class StoredCheckpoint:
         return Adapting(self.config(), self.record.origin, self.record.old_base)
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
-        """Checks shapes against the model; returns a function that reads the parameters or the adapters.
+        """Checks shapes against the model; returns a function that reads the parameters or the
+        adapters.
 
         Routers start with a zero bias if the checkpoint has none.
         """
@@ -222,14 +253,17 @@ class StoredCheckpoint:
             zeros: State = jax.tree.map(zeros_of, bias)
             if not held:
                 return zeros
-            merged: State = nnx.merge_state(zeros, self.parameters(held, partial=part is not abstract_params))
+            merged: State = nnx.merge_state(
+                zeros, self.parameters(held, partial=part is not abstract_params)
+            )
             return merged
 
         return read
 
     def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, naming `key`, if shapes differ from the model's."""
-        stored = self.record.parameters or {}  # None in old checkpoints, which are compared on reading
+        # None in old checkpoints, which are compared on reading
+        stored = self.record.parameters or {}
         for keys, x in jax.tree.leaves_with_path(abstract_params):
             name = parameter_name(keys)
             there = stored[name].shape if name in stored else x.shape
@@ -243,7 +277,8 @@ class StoredCheckpoint:
         return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
 
     def parameters(self, abstract_params: State, partial: bool = False) -> State:
-        """Reads parameters onto the shardings of `abstract_params`; `partial`: the checkpoint has others too.
+        """Reads parameters onto the shardings of `abstract_params`; `partial`: the checkpoint has
+        others too.
 
         Raises:
           ConfigError: they are damaged, or cannot be read.
@@ -255,20 +290,29 @@ class StoredCheckpoint:
         leaves, tree = jax.tree.flatten_with_path(abstract_params)
         if all(stored[parameter_name(keys)].dtype == str(x.dtype) for keys, x in leaves):
             return self._checked(stored, abstract_params, partial)
-        # Checksums need the stored types. One at a time, since both types of all parameters may not fit.
-        converted: State = jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
+        # Checksums need the stored types. One at a time, since both types of all parameters may not
+        # fit.
+        converted: State = jax.tree.unflatten(
+            tree, [self._converted(stored, keys, x) for keys, x in leaves]
+        )
         return converted
 
-    def _converted(self, stored: dict[str, StoredParameter], keys: KeyPath, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def _converted(
+        self, stored: dict[str, StoredParameter], keys: KeyPath, wanted: jax.ShapeDtypeStruct
+    ) -> jax.Array:
         """Reads a parameter and converts its type."""
         path = tuple(entry.key for entry in keys if hasattr(entry, "key"))
-        there = jax.ShapeDtypeStruct(wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding)
+        there = jax.ShapeDtypeStruct(
+            wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding
+        )
         part = nnx.from_flat_state({path: nnx.Param(there)})
         array: jax.Array
         (array,) = jax.tree.leaves(self._checked(stored, part, partial=True))
         return array.astype(wanted.dtype)
 
-    def _checked(self, stored: dict[str, StoredParameter], abstract_params: State, partial: bool) -> State:
+    def _checked(
+        self, stored: dict[str, StoredParameter], abstract_params: State, partial: bool
+    ) -> State:
         params = self._restore("average" if self._averaged else "params", abstract_params, partial)
         if damage := damage_of_parameters(stored, params, array_checksums(params)):
             raise _damaged(self.folder, damage)
@@ -297,7 +341,9 @@ class StoredCheckpoint:
         return state._replace(average=average)
 
     def _restore(self, item: str, abstract: TreeOf, partial: bool = False) -> TreeOf:
-        found, damage = read_together(lambda: read_item(self.folder / item, abstract, partial), self.folder)
+        found, damage = read_together(
+            lambda: read_item(self.folder / item, abstract, partial), self.folder
+        )
         if damage and OTHER_ARRAYS in damage:
             raise self._other_arrays(item, damage)
         if damage or found is None:
@@ -345,8 +391,9 @@ def find_checkpoint(path: str | Path) -> AnyPath:
         return newest
     if is_of_orbax(folder):
         raise ConfigError(
-            f"{folder}: is an Orbax checkpoint in another form than MaxText's, which is not read; convert it to a "
-            "Hugging Face folder with the trainer that wrote it, and give that folder"
+            f"{folder}: is an Orbax checkpoint in another form than MaxText's, which is not read; "
+            "convert it to a Hugging Face folder with the trainer that wrote it, and give that "
+            "folder"
         )
     if newest is not None:
         return newest  # what is wrong with it is said where it is read
@@ -357,7 +404,9 @@ def is_of_orbax(folder: AnyPath) -> bool:
     """Returns whether Orbax wrote a folder, a step in it, or the steps of the run in it."""
     places = [folder, folder / "checkpoints"]
     for place in list(places):
-        steps = [child for child in place.iterdir() if child.name.isdigit()] if place.is_dir() else []
+        steps = (
+            [child for child in place.iterdir() if child.name.isdigit()] if place.is_dir() else []
+        )
         places += steps[:1]
     inner = [place / item for place in places for item in ("items", "default", "state")]
     return any((place / mark).is_file() for place in (*places, *inner) for mark in _OF_ORBAX)
@@ -366,10 +415,14 @@ def is_of_orbax(folder: AnyPath) -> bool:
 def _damaged(folder: AnyPath, damage: str) -> ConfigError:
     if not (folder.is_dir() and is_committed(folder)):
         return RemovedError(
-            f"{folder}: its run removed it while it was read, since it keeps only its newest checkpoints "
-            "(max_num_checkpoints_to_keep); name a newer one, or the run's folder for the newest"
+            f"{folder}: its run removed it while it was read, since it keeps only its newest "
+            "checkpoints (max_num_checkpoints_to_keep); name a newer one, or the run's folder "
+            "for the newest"
         )
-    return ConfigError(f"{folder}: is damaged ({damage}); no other checkpoint takes its place: name another to use it")
+    return ConfigError(
+        f"{folder}: is damaged ({damage}); no other checkpoint takes its place: name another to "
+        "use it"
+    )
 
 
 @functools.cache

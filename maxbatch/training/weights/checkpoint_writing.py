@@ -1,13 +1,15 @@
 """The files of a run's checkpoints, written in a thread while training goes on.
 
-Each host writes the shards of which it has the first replica, and reports them to the first host, which writes the
-indices and the small files, and commits. On a disk a checkpoint is built in a folder of another name, and renamed. In a
-store, whose folders cannot be renamed, a file that is written last marks a whole checkpoint.
+Each host writes the shards of which it has the first replica, and reports them to the first host,
+which writes the indices and the small files, and commits. On a disk a checkpoint is built in a
+folder of another name, and renamed. In a store, whose folders cannot be renamed, a file that is
+written last marks a whole checkpoint.
 
-A writer can be suspended between the check of its lease and a write, and go on while another process trains in the
-folder. So data files have names of this start of the run alone, small files are written through the run's fence, and
-the file that marks a checkpoint is moved from a folder of this start alone. The next holder of the lease removes that
-folder first, so that a suspended writer has nothing to move.
+A writer can be suspended between the check of its lease and a write, and go on while another
+process trains in the folder. So data files have names of this start of the run alone, small files
+are written through the run's fence, and the file that marks a checkpoint is moved from a folder of
+this start alone. The next holder of the lease removes that folder first, so that a suspended writer
+has nothing to move.
 """
 
 from __future__ import annotations
@@ -30,19 +32,23 @@ from maxbatch.system.storage import AnyPath, is_remote, move_tree, remove_tree, 
 from maxbatch.training.weights.shard_files import INDEX, Files, index_of, write_blocks
 from maxbatch.training.weights.shards import blocks_here, forms_of
 
-_OLD_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of unfinished folders of versions that wrote through Orbax
+# in the names of unfinished folders of versions that wrote through Orbax
+_OLD_UNFINISHED = ".orbax-checkpoint-tmp"
 
 Failure = tuple[int, str, bool]  # the host, its message, and whether the input is at fault
 
 
 def remove_unfinished(folder: AnyPath) -> None:
-    """Removes remains of other starts' saves from a run's `checkpoints/`, and nothing of other programs.
+    """Removes remains of other starts' saves from a run's `checkpoints/`, and nothing of other
+    programs.
 
     Folders of other names than steps go first, so that a suspended start cannot commit any more.
     """
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(subfolders(folder), key=lambda name: not name.startswith(BUILDING)):
-            if name.startswith(BUILDING) or (_is_unfinished(folder / name) and is_own(folder / name)):
+            if name.startswith(BUILDING) or (
+                _is_unfinished(folder / name) and is_own(folder / name)
+            ):
                 remove_tree(folder / name)
 
 
@@ -80,11 +86,20 @@ class Save:
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
         self._on_commit = on_commit
-        self._folder, self._token, self._step, self._small, self._old = folder, token, step, small, old
+        self._folder, self._token, self._step, self._small, self._old = (
+            folder,
+            token,
+            step,
+            small,
+            old,
+        )
         self._best = best
         self._place = folder / str(step) if is_remote(folder) else self._own(step)
         self._forms = {item: forms_of(tree) for item, tree in items.items()}
-        self._blocks = {item: blocks_here(jax.tree.leaves(tree), of_all_hosts=True) for item, tree in items.items()}
+        self._blocks = {
+            item: blocks_here(jax.tree.leaves(tree), of_all_hosts=True)
+            for item, tree in items.items()
+        }
         self._error: Exception | None = None
         self.may_be_committed = False
 
@@ -107,7 +122,9 @@ class Save:
             raise (ConfigError if is_input else TrainingError)(f"host {host}: {message}")
 
     def _attempt(self, do: Callable[[], Any]) -> Any:
-        """Returns the result of a function, or keeps its error, since other hosts wait for this one."""
+        """Returns the result of a function, or keeps its error, since other hosts wait for this
+        one.
+        """
         try:
             with writing(self._folder):
                 return do()
@@ -128,10 +145,15 @@ class Save:
 
     def _write_blocks(self) -> dict[str, Files]:
         name = f"{self._token}-{jax.process_index()}"
-        return {item: write_blocks(self._place / item, name, self._blocks.pop(item)) for item in self._forms}
+        return {
+            item: write_blocks(self._place / item, name, self._blocks.pop(item))
+            for item in self._forms
+        }
 
     def _commit(self, reports: list[tuple[dict[str, Files], Failure | None]]) -> Failure | None:
-        """Completes the checkpoint on the first host, or discards it; returns the failure of a host."""
+        """Completes the checkpoint on the first host, or discards it; returns the failure of a
+        host.
+        """
         failure = next((failure for _, failure in reports if failure), None)
         if failure is None:
             self._attempt(lambda: self._complete([files for files, _ in reports]))
@@ -142,7 +164,9 @@ class Save:
 
     def _complete(self, files: list[dict[str, Files]]) -> None:
         for item, forms in self._forms.items():
-            of_all_hosts = {name: blocks for by_item in files for name, blocks in by_item[item].items()}
+            of_all_hosts = {
+                name: blocks for by_item in files for name, blocks in by_item[item].items()
+            }
             self._write(f"{item}/{INDEX}", index_of(forms, of_all_hosts))
         for path, content in self._small.items():
             self._write(path, content)

@@ -1,9 +1,9 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
-A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
-`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task with batches ahead in progress adds `ahead`, one
-file.
-Commits are atomic. A damaged checkpoint is set aside and the previous one is used; an unreadable one ends the run.
+A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded
+arrays), and `position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task with batches ahead
+in progress adds `ahead`, one file. Commits are atomic. A damaged checkpoint is set aside and the
+previous one is used; an unreadable one ends the run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Restored(NamedTuple):
 
 
 def model_identity(config: UpdateConfig) -> dict[str, object]:
-    """Returns the keys that fix the shapes and initial values of the parameters, and the optimizer's state.
+    """Returns the keys that fix the shapes and initial values of the parameters, and the
+    optimizer's state.
 
     Adapters add their keys; their base model is the run's origin (`Checkpoints.origin`).
     """
@@ -90,7 +91,8 @@ def _hash(content: bytes) -> str:
 class Checkpoints:
     """The checkpoints of one run.
 
-    All hosts call each method together. The first host looks at the folder, and the others follow its decision.
+    All hosts call each method together. The first host looks at the folder, and the others follow
+    its decision.
 
     Args:
       run_dir: the run's folder; checkpoints are in `run_dir/checkpoints/STEP`.
@@ -125,26 +127,33 @@ class Checkpoints:
         self._on_commit = on_commit
         self.has_set_aside = False
         self.origin: RunOrigin | None = None
-        self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
+        # until they are compiled ahead
+        self._checksums: Callable[[TrainState], np.ndarray] = array_checksums
         self._keeps_best = keeps_best
-        self._best: BestCheckpoint | None = None  # as `checkpoints/best` states it, or the save under way
+        # as `checkpoints/best` states it, or the save under way
+        self._best: BestCheckpoint | None = None
         self._steps: set[int] | None = None  # saved or being saved, once the first save begins
         self._token = ""  # this start's own
         self._thread = ThreadPoolExecutor(1, "maxbatch-checkpoint")
         self._under_way: tuple[Save, Future[None]] | None = None
         self._started = self._saved = 0  # step of the last save begun; last step known to be saved
 
-    def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
+    def compile(
+        self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here
+    ) -> None:
         """Starts compiling the programs of a save, ahead of the first one."""
         if self._checksums is array_checksums:
-            compiled = background.start(partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved)))
+            compiled = background.start(
+                partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved))
+            )
             self._checksums = lambda state: jax.device_get(compiled.result()(state))
 
     def newest(self) -> CheckpointRecord | None:
         """Returns the record of the newest checkpoint with sound JSON, or None.
 
         Raises:
-          ConfigError: the checkpoint has another dataset, seed, tokenizer or model, or cannot be read.
+          ConfigError: the checkpoint has another dataset, seed, tokenizer or model, or cannot be
+            read.
         """
 
         def look() -> dict[str, object] | None:
@@ -172,7 +181,9 @@ class Checkpoints:
         ):
             return
         with writing(self._folder):
-            write_atomically(self._folder / BEST, BestCheckpoint(best.step, best.loss, is_extra=False).to_bytes())
+            write_atomically(
+                self._folder / BEST, BestCheckpoint(best.step, best.loss, is_extra=False).to_bytes()
+            )
 
     def _look(self, step: int) -> tuple[str | None, Any]:
         """Returns the damage of a checkpoint's JSON, or the JSON if it is sound."""
@@ -184,10 +195,14 @@ class Checkpoints:
         return None, record.to_json()
 
     def check_identity(self, record: CheckpointRecord, which: str) -> None:
-        """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model; `which` names it."""
+        """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model;
+        `which` names it.
+        """
         for part, mine in self._identity.items():
             theirs: dict[str, object] = (
-                {key: KEYS[key].default_value for key in mine if key in KEYS} if part == "model" else {}
+                {key: KEYS[key].default_value for key in mine if key in KEYS}
+                if part == "model"
+                else {}
             )
             if part == "data" and END_TOKENS in mine:
                 theirs[END_TOKENS] = mine[END_TOKENS]  # missing in old checkpoints
@@ -202,26 +217,36 @@ class Checkpoints:
             ]
             if changes:
                 raise ConfigError(
-                    f"run_dir={self._run_dir}: {which} belongs to another run ({', '.join(changes)}); "
-                    "give another run_dir, or start from its parameters with load_parameters_path"
+                    f"run_dir={self._run_dir}: {which} belongs to another run "
+                    f"({', '.join(changes)}); give another run_dir, or start from its parameters "
+                    "with load_parameters_path"
                 )
 
     def _unhashed(self, mine: Mapping[str, object], record: CheckpointRecord) -> dict[str, object]:
-        """Returns the hashes of whole stores that an old checkpoint lacks, as they are now, with a warning.
+        """Returns the hashes of whole stores that an old checkpoint lacks, as they are now, with a
+        warning.
 
         They go into the next checkpoint.
         """
-        lacking = {key: mine[key] for key in mine if key.endswith(WHOLE_CONTENT) and key not in record.identity["data"]}
+        lacking = {
+            key: mine[key]
+            for key in mine
+            if key.endswith(WHOLE_CONTENT) and key not in record.identity["data"]
+        }
         if lacking and not self._has_said_unhashed:
             self._has_said_unhashed = True
             self._warn(
-                f"{self._run_dir}: is of a version that hashed a large store of Megatron's in part; that part is the "
-                "same, and from the next checkpoint on all tokens must be those of now"
+                f"{self._run_dir}: is of a version that hashed a large store of Megatron's in "
+                "part; that part is the same, and from the next checkpoint on all tokens must be "
+                "those of now"
             )
         return lacking
 
-    def restore(self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1) -> Restored | None:
-        """Restores the newest whole checkpoint onto the shardings of `abstract`; returns None if there is none.
+    def restore(
+        self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1
+    ) -> Restored | None:
+        """Restores the newest whole checkpoint onto the shardings of `abstract`; returns None if
+        there is none.
 
         Moves damaged ones to `checkpoints-damaged/`, with a warning.
 
@@ -230,7 +255,8 @@ class Checkpoints:
           after: the step of another available state; only newer checkpoints count; -1: none.
 
         Raises:
-          ConfigError: a checkpoint has another dataset, seed, tokenizer, model or optimizer, or cannot be read.
+          ConfigError: a checkpoint has another dataset, seed, tokenizer, model or optimizer, or
+            cannot be read.
         """
         restored, damages = None, {}
         for step in broadcast(partial(committed_steps, self._run_dir)):
@@ -249,8 +275,9 @@ class Checkpoints:
             damages[step] = damage
         if not restored and any(OTHER_ARRAYS in damage for damage in damages.values()):
             raise ConfigError(
-                f"run_dir={self._run_dir}: no checkpoint has the arrays of this optimizer; set its keys to those of "
-                "config.yml there, give another run_dir, or start from the parameters with load_parameters_path"
+                f"run_dir={self._run_dir}: no checkpoint has the arrays of this optimizer; set "
+                "its keys to those of config.yml there, give another run_dir, or start from the "
+                "parameters with load_parameters_path"
             )
         for step, damage in damages.items():
             self._set_aside(step, damage, restored.position.step if restored else max(0, after))
@@ -262,7 +289,8 @@ class Checkpoints:
         """Returns the state, or None and its damage on one of the hosts."""
         folder = self._folder / str(record.position.step)
         restored, damage = read_together(
-            lambda: {name: read_item(folder / name, part) for name, part in _items(abstract)}, folder
+            lambda: {name: read_item(folder / name, part) for name, part in _items(abstract)},
+            folder,
         )
         if restored is None:
             return None, damage
@@ -271,7 +299,11 @@ class Checkpoints:
         return (None, damage) if damage else (state, None)
 
     def damage_of(
-        self, record: CheckpointRecord, state: TrainState, abstract: TrainState, make: MakeExecutable
+        self,
+        record: CheckpointRecord,
+        state: TrainState,
+        abstract: TrainState,
+        make: MakeExecutable,
     ) -> str | None:
         """Compares a restored state with its record; returns the damage, or None."""
         if record.parameters is not None and self._checksums is array_checksums:
@@ -303,7 +335,8 @@ class Checkpoints:
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
-                # `checkpoints/` is a mount, or a link to another disk: stay on it, under a name that is no step.
+                # `checkpoints/` is a mount, or a link to another disk: stay on it, under a name
+                # that is no step.
                 return self._move(step, self._folder / f"damaged-{step}")
 
         self.has_set_aside = True
@@ -319,15 +352,23 @@ class Checkpoints:
         move_tree(self._folder / str(step), target)
         return str(target)
 
-    def save(self, state: TrainState, position: Position, ahead: bytes | None = None, is_extra: bool = False) -> None:
-        """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
+    def save(
+        self,
+        state: TrainState,
+        position: Position,
+        ahead: bytes | None = None,
+        is_extra: bool = False,
+    ) -> None:
+        """Starts a save; returns when the arrays may be overwritten, and writes files in the
+        background.
 
         Args:
           ahead: the task's data for the batches ahead.
           is_extra: whether it is saved for its eval loss alone.
 
         Raises:
-          TrainingError: the disk is full, possibly during the previous save; earlier saves are whole.
+          TrainingError: the disk is full, possibly during the previous save; earlier saves are
+            whole.
           ConfigError: the folder cannot be written.
         """
         record = self.record_of(state, position, ahead)
@@ -346,7 +387,14 @@ class Checkpoints:
         old = self._old(steps, best)
         new_best = best if best != self._best else None
         save = Save(
-            self._folder, self._token, position.step, dict(_items(state)), small, old, new_best, self._on_commit
+            self._folder,
+            self._token,
+            position.step,
+            dict(_items(state)),
+            small,
+            old,
+            new_best,
+            self._on_commit,
         )
         self._under_way = save, self._thread.submit(save.run)
         self._started, self._steps, self._best = position.step, set(steps) - set(old), best
@@ -357,12 +405,18 @@ class Checkpoints:
         return BestCheckpoint(*stated) if stated else None
 
     def _forget_best(self) -> None:
-        """Removes a `checkpoints/best` that further evals, whose best is not kept, may prove wrong."""
+        """Removes a `checkpoints/best` that further evals, whose best is not kept, may prove
+        wrong.
+        """
         with writing(self._folder):
             (self._folder / BEST).unlink(missing_ok=True)
 
-    def _best_of(self, position: Position, steps: Sequence[int], is_extra: bool) -> BestCheckpoint | None:
-        """Returns the best of the checkpoints `steps` at a position, the last of them saved there."""
+    def _best_of(
+        self, position: Position, steps: Sequence[int], is_extra: bool
+    ) -> BestCheckpoint | None:
+        """Returns the best of the checkpoints `steps` at a position, the last of them saved
+        there.
+        """
         lowest = position.best_eval
         if not self._keeps_best or lowest.loss is None or lowest.step not in steps:
             return self._best
@@ -373,7 +427,8 @@ class Checkpoints:
     def _old(self, steps: Sequence[int], best: BestCheckpoint | None) -> list[int]:
         """Returns the checkpoints to remove: all but the newest ones and the best one.
 
-        One that was saved for its eval loss alone counts for none of the newest, and goes once another one is better.
+        One that was saved for its eval loss alone counts for none of the newest, and goes once
+        another one is better.
         """
         extra = {one.step for one in (best, self._best) if one and one.is_extra}
         counted = [step for step in steps if step not in extra]
@@ -382,7 +437,11 @@ class Checkpoints:
         return [step for step in old if step in steps and not (best and step == best.step)]
 
     def record_of(
-        self, state: TrainState, position: Position, ahead: bytes | None = None, line: str | None = None
+        self,
+        state: TrainState,
+        position: Position,
+        ahead: bytes | None = None,
+        line: str | None = None,
     ) -> CheckpointRecord:
         """Returns the record of a state with its checksums; all hosts must call it.
 
@@ -398,7 +457,16 @@ class Checkpoints:
         checksum = combined(sums)
         origin = self.origin.pin if self.origin else None
         return CheckpointRecord(
-            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, self._run_id, origin, line
+            position,
+            self._identity,
+            checksum,
+            self._hosts,
+            parameters,
+            average,
+            of_ahead,
+            self._run_id,
+            origin,
+            line,
         )
 
     def has(self, step: int) -> bool:
@@ -437,4 +505,6 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # a failed save is reported elsewhere
                 self._wait()
         saved = f"step {self._saved} is saved" if self._saved else "nothing is saved"
-        return saved if self._started == self._saved else f"{saved}, and perhaps step {self._started}"
+        return (
+            saved if self._started == self._saved else f"{saved}, and perhaps step {self._started}"
+        )

@@ -1,7 +1,8 @@
-"""Checksums of arrays, computed on their devices; equal for any sharding and number of devices and hosts.
+"""Checksums of arrays, computed on their devices; equal for any sharding and number of devices and
+hosts.
 
-An array's checksum is the sum modulo 2^32 of a hash of each word and its index. A single changed word always changes
-it; swapped words or another array go unnoticed once in 2^32 cases.
+An array's checksum is the sum modulo 2^32 of a hash of each word and its index. A single changed
+word always changes it; swapped words or another array go unnoticed once in 2^32 cases.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
 
 
 def array_checksums(arrays: Tree) -> np.ndarray:
-    """Returns the checksum of every array of a tree, uint32[leaves]; all hosts of the mesh must call it."""
+    """Returns the checksum of every array of a tree, uint32[leaves]; all hosts of the mesh must
+    call it.
+    """
     sums: np.ndarray = jax.device_get(_program(_whole_on_all(arrays))(arrays))
     return sums
 
@@ -45,12 +48,18 @@ def combined(sums: np.ndarray) -> int:
 
 @jax.jit
 def word_sum(arrays: Tree) -> jax.Array:
-    """Returns the uint32 sum of all words regardless of position, the checksum of older checkpoints."""
-    return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(dtype=jnp.uint32)
+    """Returns the uint32 sum of all words regardless of position, the checksum of older
+    checkpoints.
+    """
+    return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(
+        dtype=jnp.uint32
+    )
 
 
 def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParameter]:
-    """Returns the facts of parameters for a checkpoint's JSON, by name; `sums` begins with their checksums."""
+    """Returns the facts of parameters for a checkpoint's JSON, by name; `sums` begins with their
+    checksums.
+    """
     leaves = jax.tree.leaves_with_path(params)
     return {
         parameter_name(path): StoredParameter(tuple(leaf.shape), str(leaf.dtype), int(checksum))
@@ -58,8 +67,12 @@ def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParame
     }
 
 
-def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums: np.ndarray) -> str | None:
-    """Compares some or all of a checkpoint's parameters with its JSON; returns the difference, or None."""
+def damage_of_parameters(
+    stored: dict[str, StoredParameter], params: State, sums: np.ndarray
+) -> str | None:
+    """Compares some or all of a checkpoint's parameters with its JSON; returns the difference, or
+    None.
+    """
     names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     differing = [
         name
@@ -72,13 +85,23 @@ def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums
 def damage_of_state(
     record: CheckpointRecord, state: TrainState, sums_of: Callable[[TrainState], np.ndarray]
 ) -> str | None:
-    """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference or None."""
+    """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the
+    difference or None.
+    """
     if record.parameters is None:
-        return None if int(word_sum(state)) == record.checksum else "its arrays do not match their checksum"
+        return (
+            None
+            if int(word_sum(state)) == record.checksum
+            else "its arrays do not match their checksum"
+        )
     sums = sums_of(state)
     if damage := damage_of_parameters(record.parameters, state.params, sums):
         return damage
-    return None if combined(sums) == record.checksum else "the optimizer's state does not match its checksum"
+    return (
+        None
+        if combined(sums) == record.checksum
+        else "the optimizer's state does not match its checksum"
+    )
 
 
 def parameter_name(path: KeyPath) -> str:

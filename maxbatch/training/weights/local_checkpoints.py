@@ -1,9 +1,11 @@
-"""Local checkpoints: each host keeps its newest shards on its own disk or RAM disk, between checkpoints of `run_dir`.
+"""Local checkpoints: each host keeps its newest shards on its own disk or RAM disk, between
+checkpoints of `run_dir`.
 
-Every host writes the blocks on its devices to its own folder, `DIRECTORY/RUN/host-INDEX/STEP`. If no other host (with
-several slices: no other slice) holds a block, the next one keeps a second copy, sent through the devices. A state is
-usable only if the hosts of a restart have all its blocks together, so all hosts commit it or none does; the mesh and
-the hosts that wrote it do not matter. Hosts send each other missing blocks.
+Every host writes the blocks on its devices to its own folder, `DIRECTORY/RUN/host-INDEX/STEP`. If
+no other host (with several slices: no other slice) holds a block, the next one keeps a second copy,
+sent through the devices. A state is usable only if the hosts of a restart have all its blocks
+together, so all hosts commit it or none does; the mesh and the hosts that wrote it do not matter.
+Hosts send each other missing blocks.
 """
 
 from __future__ import annotations
@@ -93,7 +95,12 @@ class LocalCheckpoints:
         checkpoints: Checkpoints,
         warn: Callable[[str], None],
     ) -> None:
-        self._run_dir, self._identity, self._checkpoints, self._warn = run_dir, identity, checkpoints, warn
+        self._run_dir, self._identity, self._checkpoints, self._warn = (
+            run_dir,
+            identity,
+            checkpoints,
+            warn,
+        )
         self._folder = Path(str(as_path(directory))) / broadcast(partial(run_name, run_dir))
         self._own = self._folder / f"host-{jax.process_index()}"
         with writing(f"local_checkpoint_directory={directory}", "give another folder"):
@@ -101,7 +108,8 @@ class LocalCheckpoints:
         self._writer = ThreadPoolExecutor(1, "maxbatch-local-checkpoint")
         self._written: tuple[int, Future[None]] | None = None  # the current save
         self._has_warned = False  # of failed saves since the last success
-        self._passing: dict[int, Future[jax.stages.Compiled]] = {}  # by array: sends blocks to the next host
+        # by array: sends blocks to the next host
+        self._passing: dict[int, Future[jax.stages.Compiled]] = {}
         self._parts: list[StoredPart] = []
         self._damages: dict[int, str] = {}  # faults of unusable states, by step
         self._foreign: set[int] = set()  # steps of another run's states
@@ -119,11 +127,17 @@ class LocalCheckpoints:
                 torn[int(folder.name)] = str(error)
         self._parts = parts
         offers: list[list[Any]] = gather(
-            [[part.record.to_json(), part.arrays.forms, sorted(part.arrays.places)] for part in parts]
+            [
+                [part.record.to_json(), part.arrays.forms, sorted(part.arrays.places)]
+                for part in parts
+            ]
         )
         for host, steps in enumerate(gather(torn)):
             self._damages |= {int(step): f"{why} on host {host}" for step, why in steps.items()}
-        offers = [[one for one in offered if self._is_own(CheckpointRecord.from_json(one[0]))] for offered in offers]
+        offers = [
+            [one for one in offered if self._is_own(CheckpointRecord.from_json(one[0]))]
+            for offered in offers
+        ]
         found: dict[str, LocalState] = {}
         for host, offered in enumerate(offers):
             for saved, forms, names in offered:
@@ -136,7 +150,9 @@ class LocalCheckpoints:
             if why := self._fault(state):
                 self._damages[state.step] = why
             else:
-                self._checkpoints.check_identity(state.record, f"its local checkpoint of step {state.step}")
+                self._checkpoints.check_identity(
+                    state.record, f"its local checkpoint of step {state.step}"
+                )
                 whole.append(state)
         return whole
 
@@ -168,8 +184,12 @@ class LocalCheckpoints:
 
     # --- restoring ---
 
-    def restore(self, state: LocalState, abstract: TrainState, make: MakeExecutable) -> Restored | None:
-        """Restores a state onto the shardings of `abstract`; None if damaged, which `resumed` reports."""
+    def restore(
+        self, state: LocalState, abstract: TrainState, make: MakeExecutable
+    ) -> Restored | None:
+        """Restores a state onto the shardings of `abstract`; None if damaged, which `resumed`
+        reports.
+        """
         arrays, damage = self._read(state, abstract.saved)
         if arrays is not None:
             damage = self._checkpoints.damage_of(state.record, arrays, abstract, make)
@@ -178,19 +198,29 @@ class LocalCheckpoints:
             return None
         return Restored(arrays, state.record.position)
 
-    def _read(self, state: LocalState, abstract: TrainState) -> tuple[TrainState | None, str | None]:
+    def _read(
+        self, state: LocalState, abstract: TrainState
+    ) -> tuple[TrainState | None, str | None]:
         """Returns the arrays, or None and their damage."""
         leaves, tree = jax.tree.flatten(abstract)
         if forms_of(abstract) != state.forms:
             return None, "its arrays are those of another optimizer"
-        mine = [part for part in self._parts if _key(part.record, part.arrays.forms) == _key(state.record, state.forms)]
+        mine = [
+            part
+            for part in self._parts
+            if _key(part.record, part.arrays.forms) == _key(state.record, state.forms)
+        ]
         here, blocks = jax.process_index(), dict[str, np.ndarray]()
         wanted = _wanted(leaves, set[str]().union(*state.held), len(state.held))
         while True:
             if name := missing_array(state.forms, set[str]().union(*state.held)):
                 return None, f"no host has a sound copy of {name}"
             sent = _senders(wanted, state.held)
-            needed = {name for name in (wanted[here] & state.held[here]) | sent[here] if name not in blocks}
+            needed = {
+                name
+                for name in (wanted[here] & state.held[here]) | sent[here]
+                if name not in blocks
+            }
             for part in mine:  # the first sound copy
                 left = needed - blocks.keys()
                 blocks |= read_blocks(part.arrays, left & part.arrays.places.keys())[0]
@@ -201,8 +231,9 @@ class LocalCheckpoints:
                 state.held[host].difference_update(names)
                 if names:
                     self._warn(
-                        f"local checkpoint {state.step}: {len(names)} of the blocks of host {host} do not match their "
-                        "checksums; other copies are used where there are any"
+                        f"local checkpoint {state.step}: {len(names)} of the blocks of host "
+                        f"{host} do not match their checksums; other copies are used where there "
+                        "are any"
                     )
         for host, names in enumerate(sent):
             blocks |= _sent(host, sorted(names), state.forms, blocks, wanted[here])
@@ -221,15 +252,22 @@ class LocalCheckpoints:
         """
         for other, why in sorted(self._damages.items(), reverse=True):
             if other > step:
-                self._warn(f"local checkpoint {other} cannot be used ({why}); training continues from step {step}")
+                self._warn(
+                    f"local checkpoint {other} cannot be used ({why}); training continues from "
+                    f"step {step}"
+                )
         if self._foreign:
             steps = ", ".join(map(str, sorted(self._foreign)))
             self._warn(
-                f"{self._folder}: has local checkpoints of another run that had this run_dir (step {steps}), which are "
-                f"removed; training continues from step {step}"
+                f"{self._folder}: has local checkpoints of another run that had this run_dir "
+                f"(step {steps}), which are removed; training continues from step {step}"
             )
         gather(None)  # wait until hosts that share the path have read what they need
-        foreign = {part.arrays.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}
+        foreign = {
+            part.arrays.folder
+            for part in self._parts
+            if not self._identity.wrote(part.record.run_id)
+        }
         for folder in state_folders(self._folder):
             if int(folder.name) > step or folder in foreign:
                 remove_tree(folder)
@@ -237,7 +275,11 @@ class LocalCheckpoints:
             remove_tree(unfinished)
         forget_whole(self._folder)
         gather(None)  # from here on, no host removes another's writes
-        whole = (state.step for state in self.states if state.step <= step and state.step not in self._damages)
+        whole = (
+            state.step
+            for state in self.states
+            if state.step <= step and state.step not in self._damages
+        )
         if newest := max(whole, default=None):
             note_whole(self._own, newest)
         self._parts = []
@@ -260,7 +302,8 @@ class LocalCheckpoints:
         """Starts a save; returns when the arrays may be overwritten. `settle` waits for the files.
 
         Args:
-          line: the `line_digest` of the last update, by which a restart recognises it in `metrics.jsonl`.
+          line: the `line_digest` of the last update, by which a restart recognises it in
+            `metrics.jsonl`.
         """
         self.settle()
         record = self._checkpoints.record_of(state, position, line=line)
@@ -270,9 +313,14 @@ class LocalCheckpoints:
         gather(None)  # so that no host waits inside a program that another still compiles
         for array, program in programs.items():
             sent = program(leaves[array])
-            blocks |= {name: x for name, x in _received(array, leaves[array], sent) if name not in blocks}
+            blocks |= {
+                name: x for name, x in _received(array, leaves[array], sent) if name not in blocks
+            }
         folder, forms = self._own / str(position.step), forms_of(state.saved)
-        self._written = position.step, self._writer.submit(write_part, folder, record, forms, blocks)
+        self._written = (
+            position.step,
+            self._writer.submit(write_part, folder, record, forms, blocks),
+        )
 
     def settle(self) -> None:
         """Waits until all hosts have written the last save; if one failed, all discard it."""
@@ -294,8 +342,8 @@ class LocalCheckpoints:
         remove_tree(self._own / str(step))
         if not self._has_warned:
             self._warn(
-                f"the local checkpoint of step {step} is not kept ({self._folder} on host {failed[0]}: {failed[1]}); "
-                "training continues with the one before"
+                f"the local checkpoint of step {step} is not kept ({self._folder} on host "
+                f"{failed[0]}: {failed[1]}); training continues with the one before"
             )
         self._has_warned = True
 
@@ -336,9 +384,11 @@ def _needs_a_copy(leaf: Any) -> bool:
 
 
 def _next_places(sharding: NamedSharding) -> list[int]:
-    """Returns, for each mesh position, the position of the device with the second copy of its block.
+    """Returns, for each mesh position, the position of the device with the second copy of its
+    block.
 
-    It is the device of the same index on the next host, or on the host of the same index in the next slice.
+    It is the device of the same index on the next host, or on the host of the same index in the
+    next slice.
     """
     devices = list(sharding.mesh.devices.flat)
     hosts: dict[int, list[int]] = defaultdict(list)
@@ -352,14 +402,18 @@ def _next_places(sharding: NamedSharding) -> list[int]:
 
 
 def _passed_on(sharding: NamedSharding) -> jax.stages.Wrapped:
-    """Returns a program that sends each block of an array onwards; its result has the blocks side by side."""
+    """Returns a program that sends each block of an array onwards; its result has the blocks side
+    by side.
+    """
     axes, pairs = sharding.mesh.axis_names, list(enumerate(_next_places(sharding)))
 
     def send(block: jax.Array) -> jax.Array:
         passed: jax.Array = jax.lax.ppermute(block, axes, pairs)
         return passed[None]
 
-    sent = jax.shard_map(send, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=P(axes), check_vma=False)
+    sent = jax.shard_map(
+        send, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=P(axes), check_vma=False
+    )
     return jax.jit(sent)
 
 
@@ -377,7 +431,9 @@ def _received(array: int, leaf: jax.Array, sent: jax.Array) -> Iterator[tuple[st
 # --- other hosts, and another mesh ---
 
 
-def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_hosts: int) -> list[set[str]]:
+def _wanted(
+    leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_hosts: int
+) -> list[set[str]]:
     """Returns the blocks needed by each host's devices."""
     blocks: dict[int, dict[Spans, str]] = defaultdict(dict)
     for name in names:
@@ -393,7 +449,11 @@ def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_ho
             if target in blocks[array]:  # same mesh as before
                 wanted[host].add(blocks[array][target])
             else:
-                wanted[host].update(name for spans, name in blocks[array].items() if common(spans, target) is not None)
+                wanted[host].update(
+                    name
+                    for spans, name in blocks[array].items()
+                    if common(spans, target) is not None
+                )
     return wanted
 
 
@@ -407,7 +467,11 @@ def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
 
 
 def _sent(
-    host: int, names: list[str], forms: tuple[ArrayForm, ...], blocks: Mapping[str, np.ndarray], wanted: set[str]
+    host: int,
+    names: list[str],
+    forms: tuple[ArrayForm, ...],
+    blocks: Mapping[str, np.ndarray],
+    wanted: set[str],
 ) -> dict[str, np.ndarray]:
     """Receives the blocks that one host sends and this one wants; all hosts call it.
 
@@ -421,7 +485,9 @@ def _sent(
         content[:total] = np.concatenate([bytes_of(blocks[name]) for name in names])
     for first in range(0, len(content), piece or 1):
         words = content[first : first + piece].view(np.uint32)
-        words[:] = multihost_utils.broadcast_one_to_all(words, is_source=host == jax.process_index())
+        words[:] = multihost_utils.broadcast_one_to_all(
+            words, is_source=host == jax.process_index()
+        )
     received, end = {}, 0
     for name, size in zip(names, sizes, strict=True):
         if name in wanted:

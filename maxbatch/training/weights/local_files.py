@@ -18,7 +18,14 @@ from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import reading
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path, remove_tree
-from maxbatch.training.weights.shard_files import DAMAGED, ArrayForm, StoredArrays, index_of, read_index, write_blocks
+from maxbatch.training.weights.shard_files import (
+    DAMAGED,
+    ArrayForm,
+    StoredArrays,
+    index_of,
+    read_index,
+    write_blocks,
+)
 
 _INDEX, _DATA, _WHOLE = "state.json", "blocks", "newest-whole"
 _MOST_DIGITS = 20  # of a step
@@ -44,7 +51,9 @@ def run_name(run_dir: AnyPath) -> str:
 
 
 def state_folders(folder: Path) -> Iterator[Path]:
-    """Yields the folders of states in a run's folder, of this host and others that share the path."""
+    """Yields the folders of states in a run's folder, of this host and others that share the
+    path.
+    """
     for host in folder.glob("host-*"):
         with reading(host):
             try:
@@ -68,15 +77,16 @@ def note_whole(host: Path, step: int) -> None:
 def forget_whole(folder: Path) -> None:
     """Removes the notes of `note_whole` from a run's folder, including those of lost hosts."""
     for note in folder.glob(f"host-*/{_WHOLE}"):
-        with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder of this name is no note
+        # a folder of this name is no note
+        with contextlib.suppress(IsADirectoryError, PermissionError):
             note.unlink(missing_ok=True)
 
 
 def saved_here(directory: str, run_dir: AnyPath) -> int | None:
     """Returns the newest step known to be whole in local checkpoints, or None.
 
-    Folders of states are no proof: other hosts may not have written theirs, and a host that received its state from
-    others has none.
+    Folders of states are no proof: other hosts may not have written theirs, and a host that
+    received its state from others has none.
     """
     folder = Path(str(as_path(directory))) / run_name(run_dir)
     steps = (_noted(note) for note in folder.glob(f"host-*/{_WHOLE}"))
@@ -92,7 +102,10 @@ def _noted(note: Path) -> str:
 
 
 def write_part(
-    folder: Path, record: CheckpointRecord, forms: Sequence[ArrayForm], blocks: Mapping[str, np.ndarray]
+    folder: Path,
+    record: CheckpointRecord,
+    forms: Sequence[ArrayForm],
+    blocks: Mapping[str, np.ndarray],
 ) -> None:
     """Writes a host's part of a state atomically and durably.
 

@@ -1,8 +1,8 @@
-"""Checkpoints of versions before this one, which the next release does not read: arrays that Orbax wrote, and JSON of
-batches ahead.
+"""Checkpoints of versions before this one, which the next release does not read: arrays that Orbax
+wrote, and JSON of batches ahead.
 
-Orbax reads a folder of this machine: a link to it, since Orbax takes `[`, `\\` and `gs:` in a path for a pattern, a
-separator and a scheme; or a copy, if it is in a bucket.
+Orbax reads a folder of this machine: a link to it, since Orbax takes `[`, `\\` and `gs:` in a path
+for a pattern, a separator and a scheme; or a copy, if it is in a bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from maxbatch.training.weights.shard_files import DAMAGED, OTHER_ARRAYS
 
 _MOST_AHEAD_BYTES = 4 << 30
 _MARKS = ("_METADATA", "manifest.ocdbt", "d")
-_OTHER = "tree structures do not match"  # Orbax's message if the stored arrays differ from the requested ones
+# Orbax's message if the stored arrays differ from the requested ones
+_OTHER = "tree structures do not match"
 
 
 def is_old(item: AnyPath) -> bool:
@@ -63,16 +64,21 @@ def read_old(item: AnyPath, abstract: TreeOf, partial: bool) -> TreeOf:
 
     hosts = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
     args = ocp.args.PyTreeRestore(
-        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=partial
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=partial,
     )
     try:
         with _here(item) as here:
-            found: TreeOf = ocp.PyTreeCheckpointHandler(multiprocessing_options=hosts).restore(here, args=args)
+            found: TreeOf = ocp.PyTreeCheckpointHandler(multiprocessing_options=hosts).restore(
+                here, args=args
+            )
             return found
     except (MemoryError, jax.errors.JaxRuntimeError, ConfigError, TrainingError):
         raise
     except Exception as error:  # damaged files can raise anything
-        if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore's ValueError for a system's error
+        # TensorStore's ValueError for a system's error
+        if code := re.search(r"os_error_code='(\d+)'", str(error)):
             error = OSError(int(code[1]), os.strerror(int(code[1])))
         if isinstance(error, OSError) and error.errno and error.errno not in DAMAGED:
             raise error from None
@@ -84,7 +90,8 @@ def old_ahead(file: AnyPath) -> tuple[bytes, bytes]:
     """Reads what a checkpoint holds for the batches ahead.
 
     Returns:
-      It, and the text that the checkpoint's record has the hash of; both are empty if the file is missing or damaged.
+      It, and the text that the checkpoint's record has the hash of; both are empty if the file is
+      missing or damaged.
     """
     try:
         text = read_json(file, str(file), most_bytes=_MOST_AHEAD_BYTES)["ahead"]

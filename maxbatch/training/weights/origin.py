@@ -1,8 +1,9 @@
-"""The origin of a run's first parameters, pinned in its checkpoints, so that a resume reads the same or is refused.
+"""The origin of a run's first parameters, pinned in its checkpoints, so that a resume reads the
+same or is refused.
 
-A resume reads it again for data missing in the checkpoint: the model below adapters, GRPO's reference, the reference of
-new pairs. If the origin is a run that trains on, it takes the pinned checkpoint, not the newest. Any path with the
-pinned content works.
+A resume reads it again for data missing in the checkpoint: the model below adapters, GRPO's
+reference, the reference of new pairs. If the origin is a run that trains on, it takes the pinned
+checkpoint, not the newest. Any path with the pinned content works.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """A hash of its content, independent of its folder; all hosts of a run compute it together."""
+        """A hash of its content, independent of its folder; all hosts of a run compute it
+        together.
+        """
 
     def identity_like(self, other: str) -> str:
-        """Returns the identity in another's form, for comparison; all hosts of a run call it together."""
+        """Returns the identity in another's form, for comparison; all hosts of a run call it
+        together.
+        """
 
     @property
     def old_identity(self) -> str:
@@ -45,7 +50,9 @@ class Source(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The step of a checkpoint, or the number of its folder in MaxText; None for a Hugging Face folder."""
+        """The step of a checkpoint, or the number of its folder in MaxText; None for a Hugging Face
+        folder.
+        """
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of the model, with "key=value" texts over it.
@@ -76,13 +83,15 @@ def open_origin(
     """Opens the origin of a run; all hosts call it.
 
     Args:
-      path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first host's newest.
+      path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first
+        host's newest.
       pin: the required origin; None: any.
       old_base: the required old identity if there is no pin; None: any.
       whose: names the run, for messages.
 
     Raises:
-      ConfigError: there is no such source, its content differs from the pin, or the hosts' sources differ.
+      ConfigError: there is no such source, its content differs from the pin, or the hosts' sources
+        differ.
     """
     stated = f"{key}={shown(repr(path))}"
     step = pin.step if pin else broadcast(lambda: _named_step(path))
@@ -96,7 +105,9 @@ def open_origin(
     _refuse_different(stated, gather([type(source).__name__, source.step]))
     identity = source.identity_like(pin.identity) if pin else source.identity
     _refuse_different(stated, gather(identity))
-    if (pin and identity != pin.identity) or (old_base is not None and old_base != source.old_identity):
+    if (pin and identity != pin.identity) or (
+        old_base is not None and old_base != source.old_identity
+    ):
         raise ConfigError(
             f"{stated}: is not the model that {whose} started from"
             + (f" ({shown(str(pin), 300)})" if pin else "")
@@ -107,9 +118,16 @@ def open_origin(
 
 
 def _open_step(
-    open_at: OpenSource, checkpoints: AnyPath, step: int, newest: Callable[[], int | None], stated: str, held: str
+    open_at: OpenSource,
+    checkpoints: AnyPath,
+    step: int,
+    newest: Callable[[], int | None],
+    stated: str,
+    held: str,
 ) -> Source:
-    """Opens a run's checkpoint of a step, or a newer one if its run removes that one meanwhile; all hosts call it."""
+    """Opens a run's checkpoint of a step, or a newer one if its run removes that one meanwhile; all
+    hosts call it.
+    """
     while True:
         folder, source = checkpoints / str(step), None
         if folder.is_dir() and is_committed(folder):
@@ -120,8 +138,8 @@ def _open_step(
         step = newer
     if source is None:
         raise ConfigError(
-            f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest ones "
-            "(max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
+            f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest "
+            "ones (max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
         )
     return source
 
@@ -131,13 +149,15 @@ def _refuse_different(stated: str, found: list[object]) -> None:
     if differing:
         verb = "differs" if len(differing) == 1 else "differ"
         raise ConfigError(
-            f"{stated}: the hosts have different models there ({', '.join(differing[:8])} {verb} from host 0); give "
-            "every host the same files"
+            f"{stated}: the hosts have different models there ({', '.join(differing[:8])} {verb} "
+            "from host 0); give every host the same files"
         )
 
 
 def _checkpoints_of(path: str) -> AnyPath | None:
-    """Returns the `checkpoints/` of a path that names one of them by its rank: a run folder, or its best checkpoint."""
+    """Returns the `checkpoints/` of a path that names one of them by its rank: a run folder, or its
+    best checkpoint.
+    """
     place = as_path(path)
     if is_huggingface_folder(path) or is_checkpoint(place):
         return None
@@ -162,11 +182,17 @@ class RunOrigin:
       record: the record of the run's newest checkpoint; None for a new run.
 
     Attributes:
-      pin: its record in checkpoints; None until it is read, which runs from before pins may not need.
+      pin: its record in checkpoints; None until it is read, which runs from before pins may not
+        need.
     """
 
     def __init__(
-        self, open_at: OpenSource, key: str, path: str, run_dir: AnyPath, record: CheckpointRecord | None
+        self,
+        open_at: OpenSource,
+        key: str,
+        path: str,
+        run_dir: AnyPath,
+        record: CheckpointRecord | None,
     ) -> None:
         self._open_at, self._key, self._path, self._run_dir = open_at, key, path, run_dir
         self._is_resumed = record is not None
@@ -180,7 +206,9 @@ class RunOrigin:
 
     @property
     def mark(self) -> str:
-        """A text that distinguishes these first parameters from others of the same model and seed; empty if unknown."""
+        """A text that distinguishes these first parameters from others of the same model and seed;
+        empty if unknown.
+        """
         return "" if self.pin is None else self.pin.identity or self.pin.key
 
     def source(self) -> Source | None:
@@ -195,16 +223,18 @@ class RunOrigin:
                 here = f"{self._key}={shown(repr(self._path))}" if self._path else "none"
                 works = f"{pin.key}={shlex.quote(pin.source)}" if pin.source else f"{self._key}=''"
                 raise ConfigError(
-                    f"{self._key}: {whose} started from {shown(str(pin), 300)} and reads it again; the config states "
-                    f"{here}; works: {works}"
+                    f"{self._key}: {whose} started from {shown(str(pin), 300)} and reads it "
+                    f"again; the config states {here}; works: {works}"
                 )
             if not self._path:
                 return None
-            self._source, self.pin = open_origin(self._open_at, self._key, self._path, pin, self._old_base, whose)
+            self._source, self.pin = open_origin(
+                self._open_at, self._key, self._path, pin, self._old_base, whose
+            )
             if self._is_resumed and not pin and self._old_base is None:
                 warn(
-                    f"{self._run_dir}: was made before checkpoints stated what a run started from; {self._key}="
-                    f"{shown(repr(self._path))} is read as it is now"
+                    f"{self._run_dir}: was made before checkpoints stated what a run started "
+                    f"from; {self._key}={shown(repr(self._path))} is read as it is now"
                 )
             if pin:
                 self.pin = pin
@@ -213,8 +243,8 @@ class RunOrigin:
     def read_from(self, read: Callable[[Source], T]) -> T:
         """Returns what a function reads from the source; all hosts call it.
 
-        If the run that wrote the source trains on, and removes it before anything was read, its newest checkpoint is
-        the source instead.
+        If the run that wrote the source trains on, and removes it before anything was read, its
+        newest checkpoint is the source instead.
 
         Raises:
           ConfigError: the source was removed, and this run started from it.
@@ -234,8 +264,9 @@ class RunOrigin:
         stated = f"{self._key}={shown(repr(self._path))}"
         if self._is_resumed or self._has_read:
             raise ConfigError(
-                f"{stated}: its run removed the checkpoint of step {removed.step} while it was read, and the run in "
-                f"run_dir={self._run_dir} started from it; put that checkpoint back, or name a copy of it"
+                f"{stated}: its run removed the checkpoint of step {removed.step} while it was "
+                f"read, and the run in run_dir={self._run_dir} started from it; put that "
+                "checkpoint back, or name a copy of it"
             ) from error
         if broadcast(lambda: _named_step(self._path)) in (None, removed.step):
             raise error

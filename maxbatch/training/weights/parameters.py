@@ -1,6 +1,7 @@
 """Loading of parameters: open a source, read its config, place the parameters, merge adapters.
 
-A source is a named checkpoint, a run's newest checkpoint, a Hugging Face folder, or a MaxText checkpoint.
+A source is a named checkpoint, a run's newest checkpoint, a Hugging Face folder, or a MaxText
+checkpoint.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from maxbatch.training.weights.origin import Reader, RunOrigin, Source, open_ori
 
 
 def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Source:
-    """Opens the source at a path: a run folder (its newest checkpoint), `checkpoints/STEP` in it, a Hugging Face
-    folder, a model's name on the Hugging Face hub, or a checkpoint of MaxText.
+    """Opens the source at a path: a run folder (its newest checkpoint), `checkpoints/STEP` in it, a
+    Hugging Face folder, a model's name on the Hugging Face hub, or a checkpoint of MaxText.
 
     Args:
       averaged: whether to read the run's average of the parameters (`parameter_average_half_life`).
@@ -55,13 +56,15 @@ def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Sou
         return StoredCheckpoint(path, averaged, base)
     if averaged:
         raise ConfigError(
-            f"--averaged: {shown(str(path))} is {form}, which has no average of its parameters; works: no --averaged"
+            f"--averaged: {shown(str(path))} is {form}, which has no average of its parameters; "
+            "works: no --averaged"
         )
     return source
 
 
 def open_state(path: str | Path) -> StoredCheckpoint | MaxTextCheckpoint:
-    """Opens the parameters and the optimizer's state at a path: a run folder, its `checkpoints/STEP`, or MaxText's.
+    """Opens the parameters and the optimizer's state at a path: a run folder, its
+    `checkpoints/STEP`, or MaxText's.
 
     Raises:
       ConfigError: there is none.
@@ -72,7 +75,8 @@ def open_state(path: str | Path) -> StoredCheckpoint | MaxTextCheckpoint:
 
 
 def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:
-    """Returns a function that reads a whole model's parameters, all of `abstract_params` or some of them.
+    """Returns a function that reads a whole model's parameters, all of `abstract_params` or some of
+    them.
 
     Adapters are merged into their base model. Values are read only when the function is called.
 
@@ -85,15 +89,25 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     run = adapting.config
     try:
         base, _ = open_origin(
-            open_source, BASE_KEY, run[BASE_KEY], adapting.origin, adapting.old_base, f"the run of {source}"
+            open_source,
+            BASE_KEY,
+            run[BASE_KEY],
+            adapting.origin,
+            adapting.old_base,
+            f"the run of {source}",
         )
     except ConfigError as error:
         raise ConfigError(f"{error}; works: {BASE_KEY}=PATH, wherever that model is now") from error
     adapters = _adapters_of(run.adapters)
     somewhere = jax.tree.leaves(abstract_params)[0].sharding
-    where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
+    where = (
+        somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
+    )
     placed_adapters = placed(adapters.abstract(abstract_params), where)
-    read_base, read_adapters = open_parameters(base, config, abstract_params), source.open(config, placed_adapters)
+    read_base, read_adapters = (
+        open_parameters(base, config, abstract_params),
+        source.open(config, placed_adapters),
+    )
     trained = cache(lambda: read_adapters(placed_adapters))  # a model is read in parts
 
     def read(part: State) -> State:
@@ -112,12 +126,13 @@ def load_parameters(
 
     Args:
       path: a run folder (its newest checkpoint), or one of its checkpoints.
-      averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
+      averaged: whether to take the average of the parameters that the run keeps
+        (`parameter_average_half_life`).
       load_parameters_path: where the base model of a run's adapters is now, if it was moved.
 
     Returns:
-      Arrays of NumPy in nested dicts, by the model's own paths: the keys are names of attributes, and whole numbers in
-      lists. Adapters are merged into their model.
+      Arrays of NumPy in nested dicts, by the model's own paths: the keys are names of attributes,
+      and whole numbers in lists. Adapters are merged into their model.
 
     Raises:
       ConfigError: there is no such checkpoint, it has no average, or it is damaged.
@@ -191,7 +206,9 @@ def this_host() -> jax.Device:
         return jax.local_devices()[0]
 
 
-def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[nnx.Module], State]:
+def restored(
+    source: Source, config: DecoderConfig, mesh: Mesh | None = None
+) -> tuple[nnx.GraphDef[nnx.Module], State]:
     """Reads the model graph and parameters of a source onto a mesh, or (None) the first device.
 
     Raises:

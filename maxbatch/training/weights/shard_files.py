@@ -1,9 +1,11 @@
-"""Files of a state: blocks of its arrays, on a disk or in an object store, and their indices; no JAX.
+"""Files of a state: blocks of its arrays, on a disk or in an object store, and their indices; no
+JAX.
 
-A block is a rectangle of an array whose values are adjacent in the memory of one device: its shard, or rows of it. Its
-name, such as `3:0-16,0-64`, gives the array's index in the state, and the first and the last index, exclusive, of each
-dimension. Data files hold blocks one after another. An index (JSON) names the arrays, and each block's file, offset and
-CRC-32; it carries a checksum over itself.
+A block is a rectangle of an array whose values are adjacent in the memory of one device: its shard,
+or rows of it. Its name, such as `3:0-16,0-64`, gives the array's index in the state, and the first
+and the last index, exclusive, of each dimension. Data files hold blocks one after another. An index
+(JSON) names the arrays, and each block's file, offset and CRC-32; it carries a checksum over
+itself.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ THREADS = 4  # that read, copy or write blocks
 _MOST_BLOCK = 16 << 20  # bytes; a reader of a part of an array reads whole blocks
 _MOST_READ = 32 << 20  # bytes of neighbouring blocks read by one request
 _MOST_FILE = 64 << 20  # bytes, which one request writes to a store
-# Bounds of an index: a whole state has a block of each device for each array, of some 60 bytes and 5 values.
+# Bounds of an index: a whole state has a block of each device for each array, of some 60 bytes and
+# 5 values.
 _MOST_INDEX, _MOST_VALUES = 4 << 30, 300_000_000
 _ONLY_FILE = "blocks.bin"  # of local checkpoints made before indices named their files
-DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing or of another kind
+# a file is missing or of another kind
+DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 K = TypeVar("K")
 Spans = tuple[tuple[int, int], ...]
@@ -94,7 +98,9 @@ def num_bytes(forms: Sequence[ArrayForm], name: str) -> int:
 
 def within(part: Spans, whole: Spans) -> tuple[slice, ...]:
     """Returns the slices of a rectangle in an array that holds another one around it."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
+    return tuple(
+        slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True)
+    )
 
 
 def bytes_of(block: np.ndarray) -> np.ndarray:
@@ -134,7 +140,9 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: block.nbytes for name, block in blocks.items()}
-    files = {f"{name}-{number}.bin": group for number, group in enumerate(in_groups(sizes, _MOST_FILE))}
+    files = {
+        f"{name}-{number}.bin": group for number, group in enumerate(in_groups(sizes, _MOST_FILE))
+    }
 
     def write(file: str) -> list[tuple[str, int, int]]:
         contents = [bytes_of(blocks[block]).data for block in files[file]]
@@ -180,13 +188,17 @@ def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
       OSError, ConfigError, TrainingError: the system or the store refuses.
     """
     try:
-        content = bounded.read_json(path, str(path), most_bytes=_MOST_INDEX, most_values=_MOST_VALUES, finite=False)
+        content = bounded.read_json(
+            path, str(path), most_bytes=_MOST_INDEX, most_values=_MOST_VALUES, finite=False
+        )
         if content.pop("checksum") != _checksum(content):
             raise DamagedError(f"{path.name} does not match its checksum")
         forms = tuple(_form(*fields) for fields in content["arrays"])
         files = content["files"] if "files" in content else {_ONLY_FILE: content["blocks"]}
         places = {
-            name: _place(forms, file, name, *fields) for file, blocks in files.items() for name, *fields in blocks
+            name: _place(forms, file, name, *fields)
+            for file, blocks in files.items()
+            for name, *fields in blocks
         }
         return StoredArrays(path.parent, forms, places, file_sizes(path.parent)), content
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
@@ -202,8 +214,12 @@ def _form(name: object, shape: Sequence[object], dtype: object) -> ArrayForm:
     return ArrayForm(name, tuple(map(_count, shape)), dtype)
 
 
-def _place(forms: Sequence[ArrayForm], file: str, name: object, offset: object, checksum: object) -> Place:
-    """Returns a block's place, once the block lies in its array; raises TypeError or ValueError if it does not."""
+def _place(
+    forms: Sequence[ArrayForm], file: str, name: object, offset: object, checksum: object
+) -> Place:
+    """Returns a block's place, once the block lies in its array; raises TypeError or ValueError if
+    it does not.
+    """
     if not isinstance(name, str) or "/" in file or file in ("", ".", ".."):
         raise TypeError("not the place of a block")
     array, spans = block_of(name)
@@ -223,8 +239,11 @@ def _count(value: object) -> int:
     return value
 
 
-def read_blocks(stored: StoredArrays, names: Iterable[str]) -> tuple[dict[str, np.ndarray], list[Exception]]:
-    """Reads blocks; those that are damaged are left out, and others whose read failed leave the error.
+def read_blocks(
+    stored: StoredArrays, names: Iterable[str]
+) -> tuple[dict[str, np.ndarray], list[Exception]]:
+    """Reads blocks; those that are damaged are left out, and others whose read failed leave the
+    error.
 
     Neighbouring blocks are read by one request. Blocks are read-only.
     """
@@ -243,9 +262,14 @@ def read_blocks(stored: StoredArrays, names: Iterable[str]) -> tuple[dict[str, n
         for name in group:
             begin = stored.places[name].offset - first.offset
             data = memoryview(content)[begin : begin + stored.num_bytes(name)]
-            if len(data) == stored.num_bytes(name) and zlib.crc32(data) == stored.places[name].checksum:
+            if (
+                len(data) == stored.num_bytes(name)
+                and zlib.crc32(data) == stored.places[name].checksum
+            ):
                 array, spans = block_of(name)
-                found[name] = np.frombuffer(data, np.dtype(stored.forms[array].dtype)).reshape(sides(spans))
+                found[name] = np.frombuffer(data, np.dtype(stored.forms[array].dtype)).reshape(
+                    sides(spans)
+                )
         return found, None
 
     results = in_threads(read, groups, THREADS)
@@ -280,4 +304,11 @@ def missing_array(forms: Sequence[ArrayForm], names: Iterable[str]) -> str | Non
     covered = [0] * len(forms)
     for array, spans in map(block_of, names):
         covered[array] += math.prod(sides(spans))
-    return next((form.name for form, size in zip(forms, covered, strict=True) if size != math.prod(form.shape)), None)
+    return next(
+        (
+            form.name
+            for form, size in zip(forms, covered, strict=True)
+            if size != math.prod(form.shape)
+        ),
+        None,
+    )

@@ -34,13 +34,16 @@ from maxbatch.training.weights.shard_files import (
 )
 
 T = TypeVar("T")
-_MOST_AT_A_TIME = 256 << 20  # bytes of arrays, as far as this host holds them, that are read together
+# bytes of arrays, as far as this host holds them, that are read together
+_MOST_AT_A_TIME = 256 << 20
 
 
 def forms_of(tree: Tree) -> tuple[ArrayForm, ...]:
     """Returns the names, shapes and types of the arrays of a tree."""
     leaves = jax.tree.leaves_with_path(tree)
-    return tuple(ArrayForm(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves)
+    return tuple(
+        ArrayForm(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves
+    )
 
 
 def spans_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
@@ -84,7 +87,8 @@ def targets_here(leaf: jax.ShapeDtypeStruct) -> set[Spans]:
 
 
 def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
-    """Reads the arrays of an item of a checkpoint, such as `params`; each host reads the blocks of its devices.
+    """Reads the arrays of an item of a checkpoint, such as `params`; each host reads the blocks of
+    its devices.
 
     Args:
       partial: whether there may be other arrays.
@@ -101,7 +105,9 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
         raise DamagedError(f"{item.name}/{INDEX} is missing") from None
     forms, numbers = forms_of(abstract), {form: number for number, form in enumerate(stored.forms)}
     if not numbers.keys() >= set(forms) or (len(forms) < len(numbers) and not partial):
-        differing = sorted({form.name for form in set(forms) ^ (set() if partial else numbers.keys())})
+        differing = sorted(
+            {form.name for form in set(forms) ^ (set() if partial else numbers.keys())}
+        )
         raise DamagedError(f"{OTHER_ARRAYS}, such as {differing[0] if differing else 'none'}")
     if name := missing_array(stored.forms, stored.places):
         raise DamagedError(f"{name} is not whole")
@@ -128,7 +134,10 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
         if bad := next((name for name in wanted if name not in found), None):
             raise DamagedError(f"{stored.forms[block_of(bad)[0]].name} does not match its checksum")
         made += [
-            assembled(leaves[number], [(spans, found[name]) for spans, name in there[number] if name in found])
+            assembled(
+                leaves[number],
+                [(spans, found[name]) for spans, name in there[number] if name in found],
+            )
             for number in group
         ]
     arrays: TreeOf = jax.tree.unflatten(tree, made)

@@ -51,7 +51,9 @@ def test_a_branch_that_decays_falls_from_the_rate_of_the_checkpoint_to_0(tmp_pat
     for branch in branches.all:
         assert branches.folder(branch) != others.folder(branch)
         rate, held = (
-            LearningRate.from_config(load_config(str(run.path / "config.yml"), these.overrides(branch)))
+            LearningRate.from_config(
+                load_config(str(run.path / "config.yml"), these.overrides(branch))
+            )
             for these in (branches, others)
         )
         first, end = branch.fork.samples_seen, branch.end
@@ -69,10 +71,15 @@ def test_a_branch_whose_last_losses_are_not_finite_diverged(tmp_path):
         fixed = {"stage": 0, "learning_rate": 1e-3, "loss": loss, "loss_weight": 9.0}
         steps = range(1, branch.samples // branch.batch_size + 1)
         lines = [
-            {"step": 80 + k, "samples_seen": 1280 + k * branch.batch_size, "tokens_seen": 0,
-             "global_batch_size": branch.batch_size, **fixed}
+            {
+                "step": 80 + k,
+                "samples_seen": 1280 + k * branch.batch_size,
+                "tokens_seen": 0,
+                "global_batch_size": branch.batch_size,
+                **fixed,
+            }
             for k in steps
-        ]  # fmt: skip
+        ]
         path = branches.folder(branch) / "metrics.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         branches.finish(branch, Status.DONE, "")

@@ -102,8 +102,12 @@ def test_every_branch_trains_on_the_same_samples(measured):
 
     for (step, batch), records in branch_records(path).items():
         assert [r["step"] for r in records] == list(range(step + 1, step + 1 + 128 // batch))
-        assert [r["samples_seen"] for r in records] == list(range(4 * step + batch, 4 * step + 129, batch))
-        assert added(records) == added([r for at, r in own.items() if 4 * step < at <= 4 * step + 128])
+        assert [r["samples_seen"] for r in records] == list(
+            range(4 * step + batch, 4 * step + 129, batch)
+        )
+        assert added(records) == added(
+            [r for at, r in own.items() if 4 * step < at <= 4 * step + 128]
+        )
 
 
 @pytest.mark.processes
@@ -112,7 +116,9 @@ def test_the_base_branch_repeats_the_run_and_others_scale_its_rate(measured):
     own = {record["step"]: record for record in read_metrics(path)}
     for (step, batch), records in branch_records(path).items():
         for record in records:
-            assert record["learning_rate"] == pytest.approx(own[step + 1]["learning_rate"] * math.sqrt(batch / 4))
+            assert record["learning_rate"] == pytest.approx(
+                own[step + 1]["learning_rate"] * math.sqrt(batch / 4)
+            )
             if batch == 4:
                 assert record["loss"] == pytest.approx(own[record["step"]]["loss"], rel=2e-4)
 
@@ -128,11 +134,15 @@ def test_the_table_the_json_and_the_plot_say_the_same(measured):
         for branch in checkpoint["branches"]:
             last = records[checkpoint["step"], branch["batch_size"]][-32 // branch["batch_size"] :]
             weight = sum(r["loss_weight"] for r in last)
-            assert branch["loss"] == pytest.approx(sum(r["loss"] * r["loss_weight"] for r in last) / weight)
+            assert branch["loss"] == pytest.approx(
+                sum(r["loss"] * r["loss_weight"] for r in last) / weight
+            )
             assert f"{branch['loss']:.4f}" in result.stdout
             assert str(branch["loss"]) in (folder / "critical_batch.html").read_text()
     assert maxbatch("report", path).returncode == 0
-    assert found["checkpoints"][0]["in_words"] in (path / "report.html").read_text(), "the report shows it too"
+    assert found["checkpoints"][0]["in_words"] in (path / "report.html").read_text(), (
+        "the report shows it too"
+    )
     assert "to go further: --factors 1,2,4" in result.stdout
     assert f"next: {found['command']}" in result.stdout and "\x1b" not in result.stdout
 
@@ -151,11 +161,15 @@ def test_the_printed_command_trains_by_the_schedule_on_as_many_samples(measured)
     for record in records:
         scale = math.sqrt(record["global_batch_size"] / 4)
         assert record["learning_rate"] == pytest.approx(own[0]["learning_rate"] * scale)
-    assert [r["loss"] for r in records[:16]] == pytest.approx([r["loss"] for r in own[:16]], rel=2e-4)
+    assert [r["loss"] for r in records[:16]] == pytest.approx(
+        [r["loss"] for r in own[:16]], rel=2e-4
+    )
 
 
 @pytest.mark.processes
-def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_dir, measured, tmp_path):
+def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(
+    run_dir, measured, tmp_path
+):
     path = tmp_path / "run"
     shutil.copytree(run_dir, path)
     command = ("critical-batch", path, *MEASURE, "--checkpoints", "16")
@@ -174,7 +188,9 @@ def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_di
     uninterrupted = branch_records(measured[0])
     for key, records in branch_records(path).items():
         assert [r["step"] for r in records] == [r["step"] for r in uninterrupted[key]]
-        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in uninterrupted[key]], rel=2e-4)
+        assert [r["loss"] for r in records] == pytest.approx(
+            [r["loss"] for r in uninterrupted[key]], rel=2e-4
+        )
     again = maxbatch(*command)
     assert again.returncode == 0 and "(0 to train)" in again.stdout
     assert digest(first) == before

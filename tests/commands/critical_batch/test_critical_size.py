@@ -22,7 +22,8 @@ TOLERANCE = 0.01
     ("losses", "expected"),
     [
         ({4: 2.0, 8: 2.005, 16: 2.0099, 32: 2.02}, 16),
-        ({4: 2.0, 8: 2.02, 16: 2.0}, 4),  # contiguous: what lies beyond a batch that fails does not count
+        # contiguous: what lies beyond a batch that fails does not count
+        ({4: 2.0, 8: 2.02, 16: 2.0}, 4),
         ({4: 2.0, 8: 1.9, 16: 1.95, 32: 2.0}, 32),  # against the base, not against the best
         ({2: 1.995, 4: 2.0, 8: 2.02}, 4),
         ({4: 2.0, 8: None, 16: 2.0}, 4),
@@ -49,7 +50,12 @@ def test_a_bound_is_called_a_bound():
 def test_losses_are_compared_over_the_same_samples_weighted_by_tokens():
     def records(batch: int) -> list[dict]:
         return [
-            {"samples_seen": s + batch, "loss": s / 100, "loss_weight": 10.0 * batch, "global_batch_size": batch}
+            {
+                "samples_seen": s + batch,
+                "loss": s / 100,
+                "loss_weight": 10.0 * batch,
+                "global_batch_size": batch,
+            }
             for s in range(0, 64, batch)
         ]
 

@@ -93,7 +93,9 @@ def test_what_a_refusal_names_is_not_refused_in_turn(tmp_path):
                     assert flags or advice.startswith("train_samples="), str(error)
                     if flags:
                         stated |= {"samples": int(flags["samples"])} if "samples" in flags else {}
-                        stated |= {"factors": factors(flags["factors"])} if "factors" in flags else {}
+                        stated |= (
+                            {"factors": factors(flags["factors"])} if "factors" in flags else {}
+                        )
                         planned(run, **stated)
 
 

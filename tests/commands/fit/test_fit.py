@@ -1,4 +1,6 @@
-"""`maxbatch fit`: few questions, the right answer, memory by kind, and the ways to a wanted batch."""
+"""`maxbatch fit`: few questions, the right answer, memory by kind, and the ways to a wanted
+batch.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,16 @@ class Said:
 class Compiler:
     """A formula for the memory of a batch, which counts its calls."""
 
-    def __init__(self, fixed: int, per_row: int, limit: int, bend: int = 0, mute: bool = False) -> None:
-        self.fixed, self.per_row, self.limit, self.bend, self.mute = fixed, per_row, limit, bend, mute
+    def __init__(
+        self, fixed: int, per_row: int, limit: int, bend: int = 0, mute: bool = False
+    ) -> None:
+        self.fixed, self.per_row, self.limit, self.bend, self.mute = (
+            fixed,
+            per_row,
+            limit,
+            bend,
+            mute,
+        )
         self.asked: list[int] = []
 
     def says(self, rows: int) -> Said:
@@ -59,7 +69,9 @@ class Compiler:
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("limit", [1_000, 1_006, 1_007, 5_000, 100_000])
 @pytest.mark.parametrize("count", [9, 2**16, 2**40])
-def test_the_answer_fits_and_the_next_size_does_not(from_above: bool, at_once: int, limit: int, count: int) -> None:
+def test_the_answer_fits_and_the_next_size_does_not(
+    from_above: bool, at_once: int, limit: int, count: int
+) -> None:
     estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
     for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
         compiler = Compiler(1_000, 7, limit, bend, mute)
@@ -83,7 +95,9 @@ def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int) -> N
 @pytest.mark.parametrize("fixed", [0, 100, 1_000, 1_600])
 @pytest.mark.parametrize("per_row", [1, 7, 90])
 @pytest.mark.parametrize("estimate", [Line(900, 9), Line(300, 200), Line(0, 1)], ids=str)
-def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: int, estimate: Line) -> None:
+def test_from_above_hardly_anything_that_fits_is_compiled(
+    fixed: int, per_row: int, estimate: Line
+) -> None:
     compiler = Compiler(fixed, per_row, 2_000)
     largest_fitting(range(1, 2**16 + 1), 2_000, estimate, compiler, refusals_are_cheap=True)
     begins_too_low = 4 * int(estimate.rows_within(2_000)) * per_row + fixed <= 2_000
@@ -122,7 +136,9 @@ def test_every_size_is_a_batch_that_plans() -> None:
         sizes = sizes_of(*keys)
         for rows in sizes.rows[:12]:
             p = sizes.per_device(rows)
-            plan = BatchPlan.from_config(load_config(overrides=[*keys, f"per_device_batch_size={p}"]), 8)
+            plan = BatchPlan.from_config(
+                load_config(overrides=[*keys, f"per_device_batch_size={p}"]), 8
+            )
             assert plan.micro_batch_size_to_train_on == rows
             assert sizes.shape(rows).max_micro_batches == plan.gradient_accumulation_steps
 
@@ -131,15 +147,23 @@ def test_every_size_is_a_batch_that_plans() -> None:
     ("message", "wanted"),
     [
         ("... Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.", (17.5, 15.75)),
-        ("the total memory required for HLO temporaries (500.00G) exceeds available HBM (95.74G).", (500, 95.74)),
+        (
+            "the total memory required for HLO temporaries (500.00G) exceeds available HBM "
+            "(95.74G).",
+            (500, 95.74),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, float]) -> None:
     assert shortage_in(message) == ("hbm", *(round(gib * 2**30) for gib in wanted))
 
 
 def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=65536", "per_device_batch_size=65536")
+    keys = (
+        "ici_pipeline_parallelism=2",
+        "num_pipeline_microbatches=65536",
+        "per_device_batch_size=65536",
+    )
     assert main(["fit", *TINY_RUN, *keys]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "the smallest micro-batch" in line and "works: " in line
@@ -156,7 +180,11 @@ def way(policy: str, rows: int, seconds: float | None, batch: int = 64) -> Choic
 
 def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
     timed = [way("none", 16, 3.0), way("minimal", 8, 1.0), way("full", 64, 2.0)]
-    assert [one.remat_policy for one in sorted(timed, key=lambda one: one.rank)] == ["minimal", "full", "none"]
+    assert [one.remat_policy for one in sorted(timed, key=lambda one: one.rank)] == [
+        "minimal",
+        "full",
+        "none",
+    ]
     without_clock = [way("full", 16, None), way("none", 8, None), way("minimal", 16, None)]
     ranked = sorted(without_clock, key=lambda one: one.rank)
     assert [one.remat_policy for one in ranked] == ["minimal", "full", "none"], (
@@ -172,7 +200,9 @@ def test_rows_of_padding_are_no_samples_of_a_way() -> None:
 
 
 def test_rates_of_a_padded_update_count_its_samples_alone() -> None:
-    modelled = Modelled(modelled_step_s=1.0, modelled_tokens_per_second_per_device=90.0, modelled_mfu=0.3)
+    modelled = Modelled(
+        modelled_step_s=1.0, modelled_tokens_per_second_per_device=90.0, modelled_mfu=0.3
+    )
     padded = modelled.of_samples(Update(BatchShape(12, 2), 16).share)
     assert (padded.modelled_step_s, padded.modelled_mfu) == (1.0, pytest.approx(0.2))
     assert padded.modelled_tokens_per_second_per_device == pytest.approx(60)
@@ -183,32 +213,58 @@ def test_survive_shows_what_every_smaller_machine_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machines: list[Any] = [
-        SimpleNamespace(name=f"{slices} slices", devices=list(range(4 * slices)), num_hosts=slices, memory_bytes=1)
+        SimpleNamespace(
+            name=f"{slices} slices",
+            devices=list(range(4 * slices)),
+            num_hosts=slices,
+            memory_bytes=1,
+        )
         for slices in (4, 3, 2, 1)
     ]
-    found = {"4 slices": [way("none", 16, 1.0, 16)], "3 slices": [way("minimal", 24, 1.5, 16)], "1 slices": []}
+    found = {
+        "4 slices": [way("none", 16, 1.0, 16)],
+        "3 slices": [way("minimal", 24, 1.5, 16)],
+        "1 slices": [],
+    }
 
     def search(config: Config, target: Any, *_: object) -> Any:
         if target.name not in found:
             raise ConfigError("fsdp: does not divide")
         choices = found[target.name]
-        return SimpleNamespace(wanted=Wanted(config, target, False), ways=[], choices=choices, skipped=[])
+        return SimpleNamespace(
+            wanted=Wanted(config, target, False), ways=[], choices=choices, skipped=[]
+        )
 
     command = "maxbatch.commands.fit.command"
     monkeypatch.setattr(f"{command}.config_and_target", lambda args: (config_of(args), machines[0]))
-    monkeypatch.setattr("maxbatch.commands.targets.find_target", lambda topology, slices: machines[4 - slices])
+    monkeypatch.setattr(
+        "maxbatch.commands.targets.find_target", lambda topology, slices: machines[4 - slices]
+    )
     monkeypatch.setattr(f"{command}._search", search)
     monkeypatch.setattr(f"{command}._too_large", lambda ways, target: "not even 1 row fits")
     monkeypatch.setattr("maxbatch.commands.fit.view.has_clock", lambda target: True)
     for target in machines:
         target.memory_source = "its chip"
-    arguments = ["fit", *TINY_RUN, "global_batch_size=16", "--topology", "v5e:2x2", "--slices", "4", "--survive"]
+    arguments = [
+        "fit",
+        *TINY_RUN,
+        "global_batch_size=16",
+        "--topology",
+        "v5e:2x2",
+        "--slices",
+        "4",
+        "--survive",
+    ]
     assert main([*arguments, "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["survive"]
-    assert [(row["slices"], row["devices"], row["refusal"], row.get("remat_policy")) for row in rows] == [
-        (4, 16, None, "none"), (3, 12, None, "minimal"), (2, 8, "fsdp: does not divide", None),
+    assert [
+        (row["slices"], row["devices"], row["refusal"], row.get("remat_policy")) for row in rows
+    ] == [
+        (4, 16, None, "none"),
+        (3, 12, None, "minimal"),
+        (2, 8, "fsdp: does not divide", None),
         (1, 4, "not even 1 row fits", None),
-    ]  # fmt: skip
+    ]
     assert (rows[1]["padded_share"], rows[1]["modelled_step_s"]) == (1 / 3, 1.5)
     assert main([*arguments, "3"]) == 0
     out = capsys.readouterr().out
@@ -262,7 +318,10 @@ def test_its_answer_fits_by_kind_and_is_kept(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("nowhere/fitted.yml", "--write nowhere/fitted.yml: nowhere is not a folder; works: --write fitted.yml"),
+        (
+            "nowhere/fitted.yml",
+            "--write nowhere/fitted.yml: nowhere is not a folder; works: --write fitted.yml",
+        ),
         (".", "config file .: is a folder, not a YAML file"),
         ("latin.yml", "config file latin.yml: is not UTF-8 text (byte 12)"),
     ],
@@ -277,7 +336,9 @@ def test_a_file_that_cannot_take_the_choice_is_refused_before_compiling(
 
 
 @pytest.mark.runs
-def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wanted_batch_is_reached_by_every_policy(
+    small_memory: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("run.yml").write_text("steps: 7  # few\nper_device_batch_size: 2   # to be fitted\n")
     answer = fit(capsys, "global_batch_size=64", "--write", "run.yml")
     assert {way["remat_policy"] for way in answer["alternatives"]} == {"none", "minimal", "full"}
@@ -293,7 +354,12 @@ def test_a_policy_that_is_stated_is_tried_beside_the_others(
 ) -> None:
     Path("run.yml").write_text("remat_policy: custom\nquery_proj: device\n")
     answer = fit(capsys, "run.yml", "global_batch_size=64", "--write", "run.yml")
-    assert {way["remat_policy"] for way in answer["alternatives"]} == {"none", "minimal", "full", "custom"}
+    assert {way["remat_policy"] for way in answer["alternatives"]} == {
+        "none",
+        "minimal",
+        "full",
+        "custom",
+    }
     assert load_config("run.yml").remat_policy == answer["remat_policy"]
 
 
@@ -301,7 +367,11 @@ def test_a_policy_that_is_stated_is_tried_beside_the_others(
 def test_any_mesh_is_answered_with_keys_to_copy(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    keys = (f"data_cache_dir={tmp_path / 'cache'}", "ici_data_parallelism=1", "base_num_decoder_layers=1")
+    keys = (
+        f"data_cache_dir={tmp_path / 'cache'}",
+        "ici_data_parallelism=1",
+        "base_num_decoder_layers=1",
+    )
     answer = fit(capsys, "--mesh", "auto", *keys, "--write", "fitted.yml")
     devices = len(jax.devices())
     meshes = {way["mesh"] for way in answer["asked"]}
@@ -322,7 +392,10 @@ def test_any_mesh_is_answered_with_keys_to_copy(
 
 @pytest.mark.runs
 def test_a_batch_smaller_than_the_devices_gets_a_mesh_that_holds_it(
-    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_memory: int,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("maxbatch.commands.fit.choices.POLICIES", ("full",))
     half = len(jax.devices()) // 2
@@ -343,7 +416,8 @@ def test_where_nothing_fits_it_says_what_is_wanted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "maxbatch.commands.targets.find_target", lambda *_: dataclasses.replace(here(), memory_bytes=1000)
+        "maxbatch.commands.targets.find_target",
+        lambda *_: dataclasses.replace(here(), memory_bytes=1000),
     )
     assert main(["fit", *TINY_RUN]) == 1
     error = capsys.readouterr().err

@@ -8,7 +8,10 @@ import pytest
 
 from maxbatch.cli import main
 
-MAXTEXT = "base_config: base.yml\nper_device_batch_size: 2\ngradient_accumulation_steps: 3\ndataset_type: synthetic\n"
+MAXTEXT = (
+    "base_config: base.yml\nper_device_batch_size: 2\ngradient_accumulation_steps: "
+    "3\ndataset_type: synthetic\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +33,17 @@ def test_it_writes_a_config_that_plan_accepts_and_says_the_batch_in_both_languag
     code, out, _ = run(capsys, "maxtext", "m.yml")
     assert code == 0
     lines = {line.split()[1]: line for line in out.splitlines() if len(line.split()) > 1}
-    assert lines["per_device_batch_size"].split() == ["mapped", "per_device_batch_size", "2", "per_device_batch_size=2"]
+    assert lines["per_device_batch_size"].split() == [
+        "mapped",
+        "per_device_batch_size",
+        "2",
+        "per_device_batch_size=2",
+    ]
     assert lines["hardware"].startswith("ignored")
-    assert "MaxText: global_batch_to_train = per_device_batch_size 2 x devices x gradient_accumulation_steps 3" in out
+    assert (
+        "MaxText: global_batch_to_train = per_device_batch_size 2 x devices x "
+        "gradient_accumulation_steps 3" in out
+    )
     assert "maxbatch: global_batch_size_to_train_on" in out
     assert main(["plan", "maxbatch.yml", "--devices", "4"]) == 0
     assert "24 samples per update" in capsys.readouterr().out
@@ -50,33 +61,52 @@ def test_what_is_not_supported_is_refused_unless_it_is_skipped(
     assert code == 0 and (folder / "run.yml").exists() and "not supported  quantization" in out
 
 
-def test_a_word_of_the_data_is_refused_also_then(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_of_the_data_is_refused_also_then(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "m.yml").write_text("dataset_type: c4_mlperf\n")
     code, _, error = run(capsys, "maxtext", "m.yml", "--skip-unsupported")
-    assert code == 2 and "dataset_type=c4_mlperf" in error and not (folder / "maxbatch.yml").exists()
+    assert (
+        code == 2 and "dataset_type=c4_mlperf" in error and not (folder / "maxbatch.yml").exists()
+    )
 
 
 def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "m.yml").write_text(MAXTEXT)
     (folder / "maxbatch.yml").write_text("mine")
     code, _, error = run(capsys, "maxtext", "m.yml")
-    assert code == 2 and "is there already" in error and (folder / "maxbatch.yml").read_text() == "mine"
+    assert (
+        code == 2
+        and "is there already" in error
+        and (folder / "maxbatch.yml").read_text() == "mine"
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["axolto", f"{'a long folder/' * 8}m.yml"], f"works: maxbatch import auto '{'a long folder/' * 8}m.yml'"),
-        (["maxtex", "m.yml"], "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, nemo, trl"),
+        (
+            ["axolto", f"{'a long folder/' * 8}m.yml"],
+            f"works: maxbatch import auto '{'a long folder/' * 8}m.yml'",
+        ),
+        (
+            ["maxtex", "m.yml"],
+            "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, nemo, trl",
+        ),
         (["maxtext", "gone.yml"], "gone.yml: cannot be read"),
         (["auto", "empty.yml"], "empty.yml: no words of maxtext"),
         (["hf", "empty.yml"], "empty.yml: states nothing"),
         (["hf", "list.yml"], "list.yml: must be lines of `key: value`"),
-        (["hf"], "FILE: must be given; works: maxbatch import maxtext llama2_7b.yml --output run.yml"),
+        (
+            ["hf"],
+            "FILE: must be given; works: maxbatch import maxtext llama2_7b.yml --output run.yml",
+        ),
         (["hf", "loop.yml"], "never ends"),
     ],
 )
-def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_bad_input_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     (folder / "m.yml").write_text(MAXTEXT)
     (folder / "empty.yml").write_text("")
     (folder / "loop.yml").write_text("a: &x [*x]\n")

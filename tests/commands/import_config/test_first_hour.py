@@ -1,4 +1,6 @@
-"""`maxbatch import`: "mapped" means that it works, and nothing that states what is trained is left out."""
+"""`maxbatch import`: "mapped" means that it works, and nothing that states what is trained is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_the_words_below_rl_state_the_batch_and_the_length(folder: Path, nested:
     assert config.eval_samples == 3 * 4 - 2 and config.learning_rate_final_fraction == 0
     assert config.loss_agg_mode == "sequence-mean-token-mean"  # its default
     assert not [
-        fate for fate in fates.values() if fate.fate == "not supported" and fate.word != "test_batch_start_index"
+        fate
+        for fate in fates.values()
+        if fate.fate == "not supported" and fate.word != "test_batch_start_index"
     ]
     data, reward = fates["dataset_name"], fates["reward_functions_path"]
     assert data.fate == reward.fate == "needs you"
@@ -65,15 +69,21 @@ def test_the_words_below_rl_state_the_batch_and_the_length(folder: Path, nested:
 
 
 @pytest.mark.parametrize("weight", ["", "load_balance_loss_weight: 0.02\n"])
-def test_a_preset_with_experts_is_trained_without_its_routers_loss(folder: Path, weight: str) -> None:
-    config, fates = imported("maxtext", folder / "m.yml", f"model_name: qwen3-235b-a22b\n{weight}{RL.format(batch=4)}")
+def test_a_preset_with_experts_is_trained_without_its_routers_loss(
+    folder: Path, weight: str
+) -> None:
+    config, fates = imported(
+        "maxtext", folder / "m.yml", f"model_name: qwen3-235b-a22b\n{weight}{RL.format(batch=4)}"
+    )
     assert config.load_balance_loss_weight == 0 and config.num_experts == 128
     assert not weight or fates["load_balance_loss_weight"].fate == "ignored"
 
 
 @pytest.mark.parametrize(("chunk", "pairs"), [("-1", 12), ("6", 6)])
 def test_its_own_micro_batch_size_counts_pairs(folder: Path, chunk: str, pairs: int) -> None:
-    config, _ = imported("maxtext", folder / "m.yml", f"{RL.format(batch=4)}micro_batch_size: {chunk}\n")
+    config, _ = imported(
+        "maxtext", folder / "m.yml", f"{RL.format(batch=4)}micro_batch_size: {chunk}\n"
+    )
     assert BatchPlan.from_config(config, 1).micro_batch_size_to_train_on == pairs
 
 
@@ -92,12 +102,16 @@ def test_its_off_policy_steps_are_those_here(folder: Path) -> None:
         ("rollout_data_parallelism: 2\nrollout_expert_parallelism: -1", (2, 4)),
     ],
 )
-def test_its_mesh_that_samples_is_that_here(folder: Path, lines: str, sampling: tuple[int, int]) -> None:
+def test_its_mesh_that_samples_is_that_here(
+    folder: Path, lines: str, sampling: tuple[int, int]
+) -> None:
     text = f"{RL.format(batch=8)}{lines}\n"
     config, fates = imported("maxtext", folder / "m.yml", text)
     batch = BatchPlan.from_config(config, 8).rl
     assert batch and (batch.rollout_data_parallelism, batch.rollout_tensor_parallelism) == sampling
-    assert not [fate for word, fate in fates.items() if "rollout" in word and fate.fate == "not supported"]
+    assert not [
+        fate for word, fate in fates.items() if "rollout" in word and fate.fate == "not supported"
+    ]
 
 
 def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
@@ -116,17 +130,32 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         ("maxtext", f"{SYNTHETIC}model_name: nobodys-7b\n"),
         ("maxtext", f"{SYNTHETIC}use_multimodal: true\n"),
         ("maxtext", f"{SYNTHETIC}teacher_overrides: {{model_name: llama3-8b}}\n"),
-        ("maxtext", f"{SYNTHETIC}lora: {{enable_lora: true, lora_rank: 4, lora_alpha: 8.0, lora_restore_path: a}}\n"),
+        (
+            "maxtext",
+            f"{SYNTHETIC}lora: {{enable_lora: true, lora_rank: 4, lora_alpha: 8.0, "
+            "lora_restore_path: a}\n",
+        ),
         ("maxtext", f"{SYNTHETIC}of_another: {{steps: 5}}\n"),
         ("maxtext", f"{SYNTHETIC}of_another: {{vocab_size: 5}}\n"),
         ("axolotl", f"{CHAT}adapter: qlora\nlora_r: 8\n"),
         ("axolotl", f"{CHAT}rl: kto\n"),
         ("axolotl", f"{CHAT}rl: dpo\n"),  # of conversations, which have no rejected answer
         ("axolotl", CHAT.replace("chat_template}", "alpaca_chat.load_qa}")),
-        ("axolotl", CHAT.replace("chat_template}", "chat_template, message_property_mappings: {role: who}}")),
+        (
+            "axolotl",
+            CHAT.replace(
+                "chat_template}", "chat_template, message_property_mappings: {role: who}}"
+            ),
+        ),
         ("axolotl", CHAT.replace("chat_template}", 'chat_template, split: "train[:1%]"}')),
-        ("megatron", "model: {micro_batch_size: 2, global_batch_size: 8, peft: {peft_scheme: lora}}\n"),
-        ("megatron", "micro_batch_size: 2\nglobal_batch_size: 8\nmodel: {lora: {adapter_dim: 8}}\n"),
+        (
+            "megatron",
+            "model: {micro_batch_size: 2, global_batch_size: 8, peft: {peft_scheme: lora}}\n",
+        ),
+        (
+            "megatron",
+            "micro_batch_size: 2\nglobal_batch_size: 8\nmodel: {lora: {adapter_dim: 8}}\n",
+        ),
     ],
 )
 def test_a_word_that_states_what_is_trained_is_never_left_out(
@@ -134,18 +163,25 @@ def test_a_word_that_states_what_is_trained_is_never_left_out(
 ) -> None:
     (folder / "c.yml").write_text(text)
     assert main(["import", name, "c.yml", "--skip-unsupported"]) == 2
-    assert "although they state" in capsys.readouterr().err and not (folder / "maxbatch.yml").exists()
+    assert (
+        "although they state" in capsys.readouterr().err and not (folder / "maxbatch.yml").exists()
+    )
 
 
-def test_names_on_the_hub_are_shown_with_the_step_they_need(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_on_the_hub_are_shown_with_the_step_they_need(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (
-        "dataset_type: hf\nhf_path: someone/texts\nmodel_name: llama2-7b\nscan_layers: false\n"
-        "tokenizer_type: huggingface\ntokenizer_path: someone/llama\nload_parameters_path: gs://b/run/0/items\n"
+        "dataset_type: hf\nhf_path: someone/texts\nmodel_name: llama2-7b\nscan_layers: "
+        "false\ntokenizer_type: huggingface\ntokenizer_path: someone/llama\nload_parameters_path: "
+        "gs://b/run/0/items\n"
     )
     (folder / "m.yml").write_text(text)
     assert main(["import", "maxtext", "m.yml"]) == 0
     captured = capsys.readouterr()
-    rows = {line.split()[2]: line for line in captured.out.splitlines() if line.startswith("needs you")}
+    rows = {
+        line.split()[2]: line for line in captured.out.splitlines() if line.startswith("needs you")
+    }
     assert set(rows) == {"hf_path", "tokenizer_path"}
     assert "pip install huggingface_hub, or hf download someone/llama" in rows["tokenizer_path"]
     assert "--repo-type dataset someone/texts" in rows["hf_path"]
@@ -156,14 +192,18 @@ def test_names_on_the_hub_are_shown_with_the_step_they_need(folder: Path, capsys
 def test_what_is_here_already_needs_no_step(folder: Path) -> None:
     (folder / "someone" / "llama").mkdir(parents=True)
     (folder / "someone" / "llama" / "tokenizer.json").write_text("{}")
-    text = "dataset_type: grain\ngrain_train_files: a*\ntokenizer_type: huggingface\ntokenizer_path: someone/llama\n"
+    text = (
+        "dataset_type: grain\ngrain_train_files: a*\ntokenizer_type: huggingface\ntokenizer_path: "
+        "someone/llama\n"
+    )
     _, fates = imported("maxtext", folder / "m.yml", text)
     assert fates["tokenizer_path"].fate == fates["grain_train_files"].fate == "mapped"
 
 
 def test_lora_of_maxtext_is_ours(folder: Path) -> None:
     lora = (
-        "lora: {{enable_lora: {}, lora_rank: 8, lora_alpha: 16.0, lora_module_path: '{}'}}\nload_parameters_path: a\n"
+        "lora: {{enable_lora: {}, lora_rank: 8, lora_alpha: 16.0, lora_module_path: "
+        "'{}'}}\nload_parameters_path: a\n"
     )
     pattern = "decoder/layers/.*self_attention/(query|value)"
     config, fates = imported("maxtext", folder / "m.yml", SYNTHETIC + lora.format("true", pattern))
@@ -175,11 +215,20 @@ def test_lora_of_maxtext_is_ours(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scale", "expected"),
-    [(2, (2048, 32, 14336, 16)), (4, (4096, 32, 14336, 16)), (8, (4096, 32, 14336, 32)), (32, (8192, 64, 28672, 32))],
+    [
+        (2, (2048, 32, 14336, 16)),
+        (4, (4096, 32, 14336, 16)),
+        (8, (4096, 32, 14336, 32)),
+        (32, (8192, 64, 28672, 32)),
+    ],
 )
-def test_a_scale_of_all_dimensions_is_worked_out(folder: Path, scale: int, expected: tuple[int, ...]) -> None:
+def test_a_scale_of_all_dimensions_is_worked_out(
+    folder: Path, scale: int, expected: tuple[int, ...]
+) -> None:
     """A factor of 2 goes to heads and MLP first, then to the width, then to the layers."""
-    config, _ = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}global_parameter_scale: {scale}\n")
+    config, _ = imported(
+        "maxtext", folder / "m.yml", f"{SYNTHETIC}global_parameter_scale: {scale}\n"
+    )
     names = ("base_emb_dim", "base_num_query_heads", "base_mlp_dim", "base_num_decoder_layers")
     assert tuple(config[name] for name in names) == expected
 
@@ -187,18 +236,31 @@ def test_a_scale_of_all_dimensions_is_worked_out(folder: Path, scale: int, expec
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("ici_fsdp_transpose_parallelism: 4\nici_fsdp_parallelism: 2\n", {"ici_fsdp_parallelism": 8}),
-        ("ici_fsdp_transpose_parallelism: -1\nici_fsdp_parallelism: 1\n", {"ici_fsdp_parallelism": -1}),
+        (
+            "ici_fsdp_transpose_parallelism: 4\nici_fsdp_parallelism: 2\n",
+            {"ici_fsdp_parallelism": 8},
+        ),
+        (
+            "ici_fsdp_transpose_parallelism: -1\nici_fsdp_parallelism: 1\n",
+            {"ici_fsdp_parallelism": -1},
+        ),
         ("ici_expert_parallelism: 4\nici_fsdp_parallelism: 2\n", {"ici_fsdp_parallelism": 8}),
         ("dcn_fsdp_parallelism: -1\n", {"dcn_fsdp_parallelism": -1, "dcn_data_parallelism": 1}),
         ("ici_tensor_sequence_parallelism: 2\n", {"ici_tensor_parallelism": 2}),
         ("cosine_learning_rate_final_fraction: 0.2\n", {"learning_rate_final_fraction": 0.2}),
-        ("use_truncation: true\nuse_sft: true\ndataset_type: hf\nhf_path: a\ntrain_data_columns: [messages]\n"
-         "eval_data_columns: [messages]\n", {"overlong": "truncate", "use_sft": True}),
+        (
+            "use_truncation: true\nuse_sft: true\ndataset_type: hf\nhf_path: "
+            "a\ntrain_data_columns: [messages]\neval_data_columns: [messages]\n",
+            {"overlong": "truncate", "use_sft": True},
+        ),
     ],
-)  # fmt: skip
-def test_words_of_other_axes_and_retired_ones_are_mapped(folder: Path, text: str, expected: dict[str, object]) -> None:
-    start = "per_device_batch_size: 2\n" + ("" if "dataset_type" in text else "dataset_type: synthetic\n")
+)
+def test_words_of_other_axes_and_retired_ones_are_mapped(
+    folder: Path, text: str, expected: dict[str, object]
+) -> None:
+    start = "per_device_batch_size: 2\n" + (
+        "" if "dataset_type" in text else "dataset_type: synthetic\n"
+    )
     config, fates = imported("maxtext", folder / "m.yml", start + text)
     assert {name: config[name] for name in expected} == expected
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
@@ -222,17 +284,29 @@ def test_a_script_that_calls_another_gives_it_its_arguments(folder: Path) -> Non
 def test_a_config_that_has_moved_is_found_and_one_that_is_gone_is_refused(folder: Path) -> None:
     (folder / "configs" / "gpu" / "models").mkdir(parents=True)
     (folder / "configs" / "gpu" / "recipes").mkdir()
-    (folder / "configs" / "gpu" / "models" / "mine.yml").write_text(f"{SYNTHETIC}gradient_accumulation_steps: 7\n")
+    (folder / "configs" / "gpu" / "models" / "mine.yml").write_text(
+        f"{SYNTHETIC}gradient_accumulation_steps: 7\n"
+    )
     recipe = folder / "configs" / "gpu" / "recipes" / "run.sh"
-    config, _ = imported("maxtext", recipe, "python3 -m maxtext.train configs/models/gpu/mine.yml steps=9\n")
-    assert (config.per_device_batch_size, config.gradient_accumulation_steps, config.steps) == (2, 7, 9)
+    config, _ = imported(
+        "maxtext", recipe, "python3 -m maxtext.train configs/models/gpu/mine.yml steps=9\n"
+    )
+    assert (config.per_device_batch_size, config.gradient_accumulation_steps, config.steps) == (
+        2,
+        7,
+        9,
+    )
     with pytest.raises(ConfigError, match=r"gone\.yml: is not beside"):
-        imported("maxtext", recipe, "python3 -m maxtext.train configs/models/gpu/gone.yml steps=9\n")
+        imported(
+            "maxtext", recipe, "python3 -m maxtext.train configs/models/gpu/gone.yml steps=9\n"
+        )
 
 
 def test_a_models_file_is_found_beside_the_config_that_a_command_names(folder: Path) -> None:
     (folder / "there" / "models").mkdir(parents=True)
-    (folder / "there" / "models" / "mine-1b.yml").write_text("base_emb_dim: 512\ndecoder_block: llama2\n")
+    (folder / "there" / "models" / "mine-1b.yml").write_text(
+        "base_emb_dim: 512\ndecoder_block: llama2\n"
+    )
     words = "dataset_type=synthetic model_name=mine-1b load_parameters_path=gs://b/0/items"
     command = f"python3 -m maxtext.train {folder}/there/base.yml {words}\n"
     (folder / "here").mkdir()
@@ -243,41 +317,64 @@ def test_a_models_file_is_found_beside_the_config_that_a_command_names(folder: P
 
 @pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
 def test_a_checkpoint_of_maxtext_is_taken_as_it_is(folder: Path, key: str) -> None:
-    config, fates = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}{key}: gs://b/run/checkpoints/4/items\n")
+    config, fates = imported(
+        "maxtext", folder / "m.yml", f"{SYNTHETIC}{key}: gs://b/run/checkpoints/4/items\n"
+    )
     assert config[key] == "gs://b/run/checkpoints/4/items" and fates[key].fate == "mapped"
 
 
 def test_a_checkpoint_whose_interleaving_no_key_states_is_refused(folder: Path) -> None:
-    text = f"{SYNTHETIC}rope_type: llama3.1\nrope_use_scale: false\nload_parameters_path: gs://b/run/0/items\n"
+    text = (
+        f"{SYNTHETIC}rope_type: llama3.1\nrope_use_scale: false\nload_parameters_path: "
+        "gs://b/run/0/items\n"
+    )
     _, fates = imported("maxtext", folder / "m.yml", text)
     assert fates["load_parameters_path"].fate == "not supported"
 
 
 @pytest.mark.parametrize(("trains_on_inputs", "only_answers"), [("false", True), ("true", False)])
-def test_axolotls_chats_are_use_sft(folder: Path, trains_on_inputs: str, only_answers: bool) -> None:
-    text = f"{CHAT}train_on_inputs: {trains_on_inputs}\nsample_packing: true\neval_sample_packing: false\n"
-    config, fates = imported("axolotl", folder / "c.yml", f"{text}adapter: lora\nlora_r: 16\nlora_alpha: 32\n"
-                             "lora_target_modules: [q_proj, v_proj]\nchat_template: tokenizer_default\n")  # fmt: skip
+def test_axolotls_chats_are_use_sft(
+    folder: Path, trains_on_inputs: str, only_answers: bool
+) -> None:
+    text = (
+        f"{CHAT}train_on_inputs: {trains_on_inputs}\nsample_packing: true\neval_sample_packing: "
+        "false\n"
+    )
+    config, fates = imported(
+        "axolotl",
+        folder / "c.yml",
+        f"{text}adapter: lora\nlora_r: 16\nlora_alpha: 32\n"
+        "lora_target_modules: [q_proj, v_proj]\nchat_template: tokenizer_default\n",
+    )
     assert config.use_sft and config.packing and config.sft_train_on_completion_only == only_answers
     assert (config.dataset_path, config.dataset_type) == ("chats.jsonl", "jsonl")
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (16, 32, "query,value")
-    assert (config.model_name, config.tokenizer_path) == ("llama3.2-1b", "someone/Llama-3.2-1B-Instruct")
+    assert (config.model_name, config.tokenizer_path) == (
+        "llama3.2-1b",
+        "someone/Llama-3.2-1B-Instruct",
+    )
     assert BatchPlan.from_config(config, 3).global_batch_size_to_train_on == 18
     assert fates["base_model"].fate == "needs you" and fates["datasets"].fate == "mapped"
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
 @pytest.mark.parametrize(
-    "text", ["datasets: [{path: [a], type: chat_template}]\n", "warmup_ratio: 1e308\nmax_steps: 9\n"]
+    "text",
+    ["datasets: [{path: [a], type: chat_template}]\n", "warmup_ratio: 1e308\nmax_steps: 9\n"],
 )
-def test_a_value_of_another_kind_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_value_of_another_kind_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     (folder / "a.yml").write_text(f"micro_batch_size: 2\n{text}")
     assert main(["import", "axolotl", "a.yml"]) in (0, 2)
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_axolotls_sharegpt_is_ours(folder: Path) -> None:
-    form = "chat_template, field_messages: conversations, message_property_mappings: {role: from, content: value}}"
+    form = (
+        "chat_template, field_messages: conversations, message_property_mappings: {role: from, "
+        "content: value}}"
+    )
     config, fates = imported("axolotl", folder / "c.yml", CHAT.replace("chat_template}", form))
     assert (config.use_sft, config.sft_format) == (True, "sharegpt")
     assert fates["datasets"].fate == "mapped"
@@ -288,17 +385,25 @@ def test_axolotls_sharegpt_is_ours(folder: Path) -> None:
     [
         ("type: chat_template, field_messages: turns", {"record_fields": "{messages: turns}"}),
         (
-            "type: chat_template, field_messages: turns, message_property_mappings: {role: from, content: value}",
+            "type: chat_template, field_messages: turns, message_property_mappings: {role: from, "
+            "content: value}",
             {"record_fields": "{messages: turns}"},
         ),
         ("type: completion, field: body", {"text_field": "body", "use_sft": False}),
         (
-            "type: {field_instruction: q, field_output: a, format: '{instruction}', no_input_format: '{instruction}'}",
-            {"record_fields": "{prompt: q, completion: a}", "sft_format": "completion", "use_sft": True},
+            "type: {field_instruction: q, field_output: a, format: '{instruction}', "
+            "no_input_format: '{instruction}'}",
+            {
+                "record_fields": "{prompt: q, completion: a}",
+                "sft_format": "completion",
+                "use_sft": True,
+            },
         ),
     ],
 )
-def test_axolotls_names_of_fields_are_record_fields(folder: Path, source: str, expected: dict[str, object]) -> None:
+def test_axolotls_names_of_fields_are_record_fields(
+    folder: Path, source: str, expected: dict[str, object]
+) -> None:
     text = CHAT.replace("type: chat_template", source)
     config, fates = imported("axolotl", folder / "c.yml", text)
     assert {name: config[name] for name in expected} == expected
@@ -310,12 +415,26 @@ def test_axolotls_names_of_fields_are_record_fields(folder: Path, source: str, e
     [
         ("type: {field_instruction: q, field_output: a}", "needs you", "into the field q"),
         ("type: {field_instruction: q, system_prompt: Be kind.}", "not supported", "system_prompt"),
-        ("type: chat_template, message_property_mappings: {role: who, content: said}", "not supported", "mappings"),
-        ("type: chat_template, field_messages: a}, {path: b.jsonl, type: chat_template", "not supported", "field_mess"),
-        ("type: completion, field: a}, {path: b.jsonl, type: completion, field: b", "not supported", "one field"),
+        (
+            "type: chat_template, message_property_mappings: {role: who, content: said}",
+            "not supported",
+            "mappings",
+        ),
+        (
+            "type: chat_template, field_messages: a}, {path: b.jsonl, type: chat_template",
+            "not supported",
+            "field_mess",
+        ),
+        (
+            "type: completion, field: a}, {path: b.jsonl, type: completion, field: b",
+            "not supported",
+            "one field",
+        ),
     ],
 )
-def test_axolotls_fields_without_a_counterpart_are_named(folder: Path, source: str, fate: str, said: str) -> None:
+def test_axolotls_fields_without_a_counterpart_are_named(
+    folder: Path, source: str, fate: str, said: str
+) -> None:
     (folder / "c.yml").write_text(CHAT.replace("type: chat_template", source))
     translation, _ = translated("axolotl", folder / "c.yml")
     (found,) = [one for one in translation.fates if one.word == "datasets"]
@@ -323,7 +442,9 @@ def test_axolotls_fields_without_a_counterpart_are_named(folder: Path, source: s
 
 
 def test_axolotls_exact_deduplication_is_ours(folder: Path) -> None:
-    config, fates = imported("axolotl", folder / "c.yml", f"{CHAT}dataset_exact_deduplication: true\n")
+    config, fates = imported(
+        "axolotl", folder / "c.yml", f"{CHAT}dataset_exact_deduplication: true\n"
+    )
     assert config.deduplicate and fates["dataset_exact_deduplication"].fate == "mapped"
 
 
@@ -342,8 +463,14 @@ def test_a_warmup_ratio_is_whole_steps_as_there(folder: Path) -> None:
 
 def test_the_mean_of_the_devices_means_is_not_ignored(folder: Path) -> None:
     text = "per_device_train_batch_size: 4\naverage_tokens_across_devices: {}\n"
-    fates = {value: imported("hf", folder / "h.yml", text.format(value))[1] for value in ("true", "false")}
-    assert [fates[value]["average_tokens_across_devices"].fate for value in fates] == ["ignored", "not supported"]
+    fates = {
+        value: imported("hf", folder / "h.yml", text.format(value))[1]
+        for value in ("true", "false")
+    }
+    assert [fates[value]["average_tokens_across_devices"].fate for value in fates] == [
+        "ignored",
+        "not supported",
+    ]
 
 
 def test_a_mean_of_the_passes_means_is_said(folder: Path) -> None:
@@ -353,7 +480,10 @@ def test_a_mean_of_the_passes_means_is_said(folder: Path) -> None:
 
 
 def test_tiktokens_tokenizer_needs_the_same_models_tokenizer_json(folder: Path) -> None:
-    text = "dataset_type: grain\ngrain_train_files: a*\ntokenizer_type: tiktoken\ntokenizer_path: assets/t.llama3\n"
+    text = (
+        "dataset_type: grain\ngrain_train_files: a*\ntokenizer_type: tiktoken\ntokenizer_path: "
+        "assets/t.llama3\n"
+    )
     config, fates = imported("maxtext", folder / "m.yml", f"{text}model_name: llama3-8b\n")
     assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", "tokenizers/llama3-8b")
     assert fates["tokenizer_path"].fate == "needs you"
@@ -365,8 +495,13 @@ def test_a_file_of_another_program_states_nothing(folder: Path) -> None:
 
 
 def test_a_schedule_of_another_length_is_taken(folder: Path) -> None:
-    config, _ = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n")
-    assert (config.learning_rate_schedule_steps, config.learning_rate_schedule_by) == (20, "updates")
+    config, _ = imported(
+        "maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n"
+    )
+    assert (config.learning_rate_schedule_steps, config.learning_rate_schedule_by) == (
+        20,
+        "updates",
+    )
 
 
 def test_words_of_lora_without_its_switch_are_not_adapters(folder: Path) -> None:
@@ -374,13 +509,18 @@ def test_words_of_lora_without_its_switch_are_not_adapters(folder: Path) -> None
     assert fates["lora_r"].fate == fates["lora_model_dir"].fate == "ignored"
     _, fates = imported("hf", folder / "h.yml", "per_device_train_batch_size: 4\nlora_r: 8\n")
     assert fates["lora_r"].fate == "not supported" and fates["lora_r"].is_essential
-    config, fates = imported("hf", folder / "p.yml", "use_peft: true\nmodel_name_or_path: someone/model\n")
+    config, fates = imported(
+        "hf", folder / "p.yml", "use_peft: true\nmodel_name_or_path: someone/model\n"
+    )
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (16, 32, "query,value")
     assert fates["lora_dropout"].fate == "not supported" and not fates["lora_dropout"].is_essential
 
 
 def test_an_empty_word_in_a_script_is_no_program(folder: Path) -> None:
-    text = "tool '' x train.py\npython3 -m maxtext.train base.yml dataset_type=synthetic per_device_batch_size=3\n"
+    text = (
+        "tool '' x train.py\npython3 -m maxtext.train base.yml dataset_type=synthetic "
+        "per_device_batch_size=3\n"
+    )
     config, _ = imported("maxtext", folder / "run.sh", text)
     assert config.per_device_batch_size == 3
 
@@ -389,12 +529,20 @@ def test_an_empty_word_in_a_script_is_no_program(folder: Path) -> None:
     ("name", "text", "word"),
     [
         ("hf", "per_device_train_batch_size: 4\ntokenizer_name: someone/tok\n", "tokenizer_name"),
-        ("hf", "per_device_train_batch_size: 4\nmodel_name_or_path: someone/model\n", "model_name_or_path"),
+        (
+            "hf",
+            "per_device_train_batch_size: 4\nmodel_name_or_path: someone/model\n",
+            "model_name_or_path",
+        ),
         ("axolotl", f"{CHAT}tokenizer_config: someone/tok\n", "tokenizer_config"),
-        ("megatron", "micro_batch_size: 4\ntokenizer_type: HuggingFaceTokenizer\ntokenizer_model: someone/tok\n",
-         "tokenizer_model"),
+        (
+            "megatron",
+            "micro_batch_size: 4\ntokenizer_type: HuggingFaceTokenizer\ntokenizer_model: "
+            "someone/tok\n",
+            "tokenizer_model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_no_format_shows_a_name_on_the_hub_or_other_files_as_mapped(
     folder: Path, name: str, text: str, word: str
 ) -> None:
@@ -404,5 +552,11 @@ def test_no_format_shows_a_name_on_the_hub_or_other_files_as_mapped(
 
 def test_a_checkpoint_of_megatrons_is_resumed_or_refused(folder: Path) -> None:
     text = "micro_batch_size: 4\nglobal_batch_size: 8\nload: a\nsave: {}\n"
-    fates = [imported("megatron", folder / "c.yml", text.format(place))[1]["load"] for place in ("a", "b")]
-    assert [(fate.fate, fate.is_essential) for fate in fates] == [("ignored", False), ("not supported", True)]
+    fates = [
+        imported("megatron", folder / "c.yml", text.format(place))[1]["load"]
+        for place in ("a", "b")
+    ]
+    assert [(fate.fate, fate.is_essential) for fate in fates] == [
+        ("ignored", False),
+        ("not supported", True),
+    ]

@@ -18,7 +18,9 @@ SYNTHETIC = "base_config: base.yml\ndataset_type: synthetic\n"
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_batch_keys_give_what_its_documentation_promises(tmp_path: Path, seed: int) -> None:
-    """Its page on batch size: `global_batch_to_train`, `global_batch_to_load`, `num_increments` and their like."""
+    """Its page on batch size: `global_batch_to_train`, `global_batch_to_load`, `num_increments` and
+    their like.
+    """
     draw = random.Random(seed)
     hosts = draw.choice([1, 2, 4])
     devices = hosts * draw.choice([1, 2, 4])
@@ -28,7 +30,10 @@ def test_random_batch_keys_give_what_its_documentation_promises(tmp_path: Path, 
     e = draw.choice([e for e in (-1, 1, 2, 4) if hosts % max(e, 1) == 0])
     p = start + rise * n
     is_ramp = draw.random() < 0.5
-    text = f"{SYNTHETIC}per_device_batch_size: {p}.0\ngradient_accumulation_steps: {g}\nsteps: {steps}\n"
+    text = (
+        f"{SYNTHETIC}per_device_batch_size: {p}.0\ngradient_accumulation_steps: {g}\nsteps: "
+        f"{steps}\n"
+    )
     text += f"expansion_factor_real_data: {e}.0\nenable_rampup_batch_size: {is_ramp}\n"
     text += f"per_device_batch_size_start: {start}.0\nper_device_batch_size_increment: {rise}.0\n"
     text += f"global_rampup_samples: {samples}\n"
@@ -51,15 +56,23 @@ def test_random_batch_keys_give_what_its_documentation_promises(tmp_path: Path, 
 
 def test_what_is_not_stated_is_maxtexts_default(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC)
-    assert (config.per_device_batch_size, config.steps, config.max_target_length) == (12, 150_001, 2048)
+    assert (config.per_device_batch_size, config.steps, config.max_target_length) == (
+        12,
+        150_001,
+        2048,
+    )
     assert (config.learning_rate, config.base_emb_dim, config.vocab_size) == (3e-5, 2048, 32_000)
     assert fates["per_device_batch_size"].value == "12.0 (default)"
 
 
 def test_a_chain_of_bases_and_a_models_file_are_read(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "mine.yml").write_text("base_emb_dim: 64\nmlp_activations: ['silu', 'linear']\n")
-    (tmp_path / "middle.yml").write_text("base_config: base.yml\nsteps: 7\nper_device_batch_size: 3\n")
+    (tmp_path / "models" / "mine.yml").write_text(
+        "base_emb_dim: 64\nmlp_activations: ['silu', 'linear']\n"
+    )
+    (tmp_path / "middle.yml").write_text(
+        "base_config: base.yml\nsteps: 7\nper_device_batch_size: 3\n"
+    )
     text = "base_config: middle.yml\nmodel_name: mine\nsteps: 9\ndataset_type: synthetic\n"
     config, fates = imported("maxtext", tmp_path / "m.yml", text)
     assert (config.steps, config.per_device_batch_size, config.base_emb_dim) == (9, 3, 64)
@@ -68,7 +81,11 @@ def test_a_chain_of_bases_and_a_models_file_are_read(tmp_path: Path) -> None:
 
 def test_a_preset_of_ours_takes_its_models_dimensions(tmp_path: Path) -> None:
     config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: llama3-8b\n")
-    assert (config.model_name, config.base_emb_dim, config.max_target_length) == ("llama3-8b", 4096, 2048)
+    assert (config.model_name, config.base_emb_dim, config.max_target_length) == (
+        "llama3-8b",
+        4096,
+        2048,
+    )
 
 
 GEMMA2 = """model_name: default
@@ -93,42 +110,73 @@ def test_a_block_of_gemma_becomes_ours_with_its_windows(tmp_path: Path) -> None:
     assert (config.attention_type, config.sliding_window_size) == ("local_sliding,global", 4096)
     assert (config.attn_logits_soft_cap, config.final_logits_soft_cap) == (50, 30)
     assert fates["use_post_attn_norm"].fate == "ignored"
-    _, fates = imported("maxtext", tmp_path / "n.yml", SYNTHETIC + GEMMA2.replace("layers: 3", "layers: many"))
+    _, fates = imported(
+        "maxtext", tmp_path / "n.yml", SYNTHETIC + GEMMA2.replace("layers: 3", "layers: many")
+    )
     assert fates["base_num_decoder_layers"].fate == "not supported"
 
 
 def test_the_blocks_of_gemma_gpt3_and_olmo3_become_ours(tmp_path: Path) -> None:
-    gpt3 = "decoder_block: gpt3\nmlp_activations: ['gelu']\ntrainable_position_size: 2048\nfused_qkv: true\n"
+    gpt3 = (
+        "decoder_block: gpt3\nmlp_activations: ['gelu']\ntrainable_position_size: "
+        "2048\nfused_qkv: true\n"
+    )
     config, _ = imported("maxtext", tmp_path / "gpt3.yml", SYNTHETIC + gpt3)
-    assert (config.decoder_block, config.attention_bias, config.mlp_activations) == ("gpt2", True, "gelu")
-    gemma = "decoder_block: gemma\nmlp_activations: ['gelu', 'linear']\nlogits_via_embedding: true\n"
+    assert (config.decoder_block, config.attention_bias, config.mlp_activations) == (
+        "gpt2",
+        True,
+        "gelu",
+    )
+    gemma = (
+        "decoder_block: gemma\nmlp_activations: ['gelu', 'linear']\nlogits_via_embedding: true\n"
+    )
     config, _ = imported("maxtext", tmp_path / "gemma.yml", SYNTHETIC + gemma)
     assert (config.decoder_block, config.attention_type) == ("gemma", "global")
-    _, fates = imported("maxtext", tmp_path / "other.yml", f"{SYNTHETIC}{gemma}normalize_embedding_logits: false\n")
+    _, fates = imported(
+        "maxtext", tmp_path / "other.yml", f"{SYNTHETIC}{gemma}normalize_embedding_logits: false\n"
+    )
     assert fates["normalize_embedding_logits"].fate == "not supported"
-    olmo3 = "decoder_block: olmo3\nuse_qk_norm: true\nsliding_window_size: 64\nrope_max_timescale: 500000\n"
+    olmo3 = (
+        "decoder_block: olmo3\nuse_qk_norm: true\nsliding_window_size: 64\nrope_max_timescale: "
+        "500000\n"
+    )
     config, _ = imported("maxtext", tmp_path / "olmo3.yml", SYNTHETIC + olmo3)
     assert config.attention_type == "local_sliding,local_sliding,local_sliding,global"
     _, fates = imported("maxtext", tmp_path / "yarn.yml", f"{SYNTHETIC}{olmo3}rope_type: yarn\n")
     assert "local_rope_max_timescale=500000" in fates["decoder_block"].says
-    _, fates = imported("maxtext", tmp_path / "six.yml", f"{SYNTHETIC}{olmo3}inhomogeneous_layer_cycle_interval: 6\n")
+    _, fates = imported(
+        "maxtext",
+        tmp_path / "six.yml",
+        f"{SYNTHETIC}{olmo3}inhomogeneous_layer_cycle_interval: 6\n",
+    )
     assert fates["inhomogeneous_layer_cycle_interval"].fate == "not supported"
 
 
 def test_a_named_data_set_without_a_type_is_tfds_and_is_noted(tmp_path: Path) -> None:
-    config, fates = imported("maxtext", tmp_path / "m.yml", "dataset_path: gs://b\ndataset_name: c4/en:3.0.4\n")
-    assert (config.dataset_type, config.dataset_path) == ("tfrecord", "gs://b/c4/en/3.0.4/*-train.tfrecord*")
+    config, fates = imported(
+        "maxtext", tmp_path / "m.yml", "dataset_path: gs://b\ndataset_name: c4/en:3.0.4\n"
+    )
+    assert (config.dataset_type, config.dataset_path) == (
+        "tfrecord",
+        "gs://b/c4/en/3.0.4/*-train.tfrecord*",
+    )
     assert "0.2.5" in fates["dataset_type"].says
 
 
 def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
     text = f"{SYNTHETIC}decoder_block: deepseek4\nmlp_activations: ['relu']\nrope_type: ntk\n"
     _, fates = imported("maxtext", tmp_path / "m.yml", text)
-    assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
+    assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {
+        "not supported"
+    }
 
 
-def test_a_value_that_a_rule_of_ours_refuses_is_not_supported_and_is_left_out(tmp_path: Path) -> None:
-    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}attention_type: mla\nsteps: 7\n")
+def test_a_value_that_a_rule_of_ours_refuses_is_not_supported_and_is_left_out(
+    tmp_path: Path,
+) -> None:
+    config, fates = imported(
+        "maxtext", tmp_path / "m.yml", f"{SYNTHETIC}attention_type: mla\nsteps: 7\n"
+    )
     assert (fates["attention_type"].fate, fates["steps"].fate) == ("not supported", "mapped")
     assert (config.attention_type, config.steps) == ("global", 7)
 
@@ -136,17 +184,31 @@ def test_a_value_that_a_rule_of_ours_refuses_is_not_supported_and_is_left_out(tm
 def test_qwens_and_llamas_forms_are_mapped(tmp_path: Path) -> None:
     text = "decoder_block: qwen3\nuse_qk_norm: true\nattention_bias: true\n"
     config, _ = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
-    assert (config.decoder_block, config.use_qk_norm, config.attention_bias) == ("qwen3", True, True)
-    config, _ = imported("maxtext", tmp_path / "n.yml", f"{SYNTHETIC}rope_type: llama3.1\nrope_factor: 40\n")
-    assert (config.rope_type, config.rope_factor, config.original_max_position_embeddings) == ("llama3.1", 8, 8192)
+    assert (config.decoder_block, config.use_qk_norm, config.attention_bias) == (
+        "qwen3",
+        True,
+        True,
+    )
+    config, _ = imported(
+        "maxtext", tmp_path / "n.yml", f"{SYNTHETIC}rope_type: llama3.1\nrope_factor: 40\n"
+    )
+    assert (config.rope_type, config.rope_factor, config.original_max_position_embeddings) == (
+        "llama3.1",
+        8,
+        8192,
+    )
 
 
 def test_the_logits_of_tied_embeddings_that_are_divided_there_are_said(tmp_path: Path) -> None:
     tied = SYNTHETIC + "logits_via_embedding: true\n"
     config, fates = imported("maxtext", tmp_path / "m.yml", tied)
-    assert config.logits_via_embedding and "sqrt(base_emb_dim)" in fates["logits_via_embedding"].says
+    assert (
+        config.logits_via_embedding and "sqrt(base_emb_dim)" in fates["logits_via_embedding"].says
+    )
     for stated, fate in (("true", "not supported"), ("false", "ignored")):
-        _, fates = imported("maxtext", tmp_path / f"{stated}.yml", f"{tied}normalize_embedding_logits: {stated}\n")
+        _, fates = imported(
+            "maxtext", tmp_path / f"{stated}.yml", f"{tied}normalize_embedding_logits: {stated}\n"
+        )
         assert fates["normalize_embedding_logits"].fate == fate
     untied = f"{SYNTHETIC}logits_via_embedding: false\nnormalize_embedding_logits: true\n"
     _, fates = imported("maxtext", tmp_path / "untied.yml", untied)
@@ -155,7 +217,11 @@ def test_the_logits_of_tied_embeddings_that_are_divided_there_are_said(tmp_path:
 
 def test_a_preset_that_is_another_model_there_has_the_keys_of_there(tmp_path: Path) -> None:
     config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: mistral-7b\n")
-    assert (config.attention_type, config.rope_max_timescale, config.base_mlp_dim) == ("global", 1e6, 14336)
+    assert (config.attention_type, config.rope_max_timescale, config.base_mlp_dim) == (
+        "global",
+        1e6,
+        14336,
+    )
 
 
 RECIPE = r"""#!/bin/bash
@@ -187,14 +253,24 @@ def test_lines_of_key_value_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("dataset_type: tfds\ndataset_path: data\ndataset_name: 'c4/en:3.0.1'\n",
-         ("tfrecord", "data/c4/en/3.0.1/*-train.tfrecord*")),
-        ("dataset_type: grain\ngrain_file_type: tfrecord\ngrain_train_files: a/*.tfrecord\n",
-         ("tfrecord", "a/*.tfrecord")),
-        ("dataset_type: hf\nhf_path: parquet\nhf_train_files: d/*.parquet\n", ("parquet", "d/*.parquet")),
-        ("dataset_type: grain\ngrain_train_files: a/*,0.3;b/*,0.7\n", ("arrayrecord", "a/*,0.3;b/*,0.7")),
+        (
+            "dataset_type: tfds\ndataset_path: data\ndataset_name: 'c4/en:3.0.1'\n",
+            ("tfrecord", "data/c4/en/3.0.1/*-train.tfrecord*"),
+        ),
+        (
+            "dataset_type: grain\ngrain_file_type: tfrecord\ngrain_train_files: a/*.tfrecord\n",
+            ("tfrecord", "a/*.tfrecord"),
+        ),
+        (
+            "dataset_type: hf\nhf_path: parquet\nhf_train_files: d/*.parquet\n",
+            ("parquet", "d/*.parquet"),
+        ),
+        (
+            "dataset_type: grain\ngrain_train_files: a/*,0.3;b/*,0.7\n",
+            ("arrayrecord", "a/*,0.3;b/*,0.7"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_its_data_become_ours(tmp_path: Path, text: str, expected: tuple[str, str]) -> None:
     config, _ = imported("maxtext", tmp_path / "m.yml", text)
     assert (config.dataset_type, config.dataset_path) == expected
@@ -216,7 +292,11 @@ def test_a_word_of_the_batch_or_the_data_is_never_dropped(tmp_path: Path, text: 
 
 
 def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) -> None:
-    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nmtp_num_layers: 0\n")
+    _, fates = imported(
+        "maxtext",
+        tmp_path / "m.yml",
+        f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nmtp_num_layers: 0\n",
+    )
     assert fates["a_new_word"].fate == fates["num_experts"].fate == "not supported"
     assert fates["mtp_num_layers"].fate == "ignored"  # 0 has no effect
 
@@ -267,18 +347,38 @@ max_position_embeddings: 163840
 def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{DEEPSEEK}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.decoder_block, config.routed_score_func, config.norm_topk_prob) == ("deepseek", "sigmoid", True)
+    assert (config.decoder_block, config.routed_score_func, config.norm_topk_prob) == (
+        "deepseek",
+        "sigmoid",
+        True,
+    )
     assert (config.first_num_dense_layers, config.shared_experts, config.q_lora_rank) == (1, 1, 384)
-    assert (config.rope_type, config.rope_factor, config.rope_attention_factor, config.mscale) == ("yarn", 40, 1, 0.7)
-    short, _ = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{DEEPSEEK}".replace("163840", "4096"))
+    assert (config.rope_type, config.rope_factor, config.rope_attention_factor, config.mscale) == (
+        "yarn",
+        40,
+        1,
+        0.7,
+    )
+    short, _ = imported(
+        "maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{DEEPSEEK}".replace("163840", "4096")
+    )
     assert short.mscale == 0  # scores do not grow
     preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: deepseek3-671b\n")
-    assert (preset.n_routing_groups, preset.load_balance_loss_weight, preset.num_experts) == (-1, 0, 256)
+    assert (preset.n_routing_groups, preset.load_balance_loss_weight, preset.num_experts) == (
+        -1,
+        0,
+        256,
+    )
     plain = f"{SYNTHETIC}{DEEPSEEK}".replace("attention_type: mla\n", "")
     _, fates = imported("maxtext", tmp_path / "g.yml", plain)
     assert fates["attention_type"].is_essential and "mla" in fates["attention_type"].says
-    for word, line in (("rope_type", "rope_type: yarn\n"), ("routed_score_func", "routed_score_func: sigmoid\n")):
-        _, fates = imported("maxtext", tmp_path / f"{word}.yml", f"{SYNTHETIC}{DEEPSEEK}".replace(line, ""))
+    for word, line in (
+        ("rope_type", "rope_type: yarn\n"),
+        ("routed_score_func", "routed_score_func: sigmoid\n"),
+    ):
+        _, fates = imported(
+            "maxtext", tmp_path / f"{word}.yml", f"{SYNTHETIC}{DEEPSEEK}".replace(line, "")
+        )
         assert fates[word].is_essential, "MaxText's default is another model"
 
 
@@ -316,12 +416,18 @@ inhomogeneous_layer_cycle_interval: 2
 def test_experts_in_every_nth_layer_are_those_of_maxtext(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{ENVY}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.decoder_block, config.interleave_moe_layer_step, config.norm_topk_prob) == ("envy", 2, True)
+    assert (config.decoder_block, config.interleave_moe_layer_step, config.norm_topk_prob) == (
+        "envy",
+        2,
+        True,
+    )
     other = ENVY.replace("interval: 2", "interval: 3")
     _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
     assert fates["inhomogeneous_layer_cycle_interval"].is_essential
     _, fates = imported(
-        "maxtext", tmp_path / "n.yml", f"{SYNTHETIC}{ENVY}".replace("ffw_norm: true", "ffw_norm: false")
+        "maxtext",
+        tmp_path / "n.yml",
+        f"{SYNTHETIC}{ENVY}".replace("ffw_norm: true", "ffw_norm: false"),
     )
     assert fates["use_post_ffw_norm"].is_essential
 
@@ -344,8 +450,16 @@ chunk_attn_window_size: 8192
 def test_layers_without_rope_and_chunks_are_those_of_maxtext(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{LLAMA4}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.decoder_block, config.nope_layer_interval, config.chunk_attn_window_size) == ("llama4", 4, 8192)
-    assert (config.routed_score_func, config.temperature_tuning, config.rope_type) == ("sigmoid", True, "default")
+    assert (config.decoder_block, config.nope_layer_interval, config.chunk_attn_window_size) == (
+        "llama4",
+        4,
+        8192,
+    )
+    assert (config.routed_score_func, config.temperature_tuning, config.rope_type) == (
+        "sigmoid",
+        True,
+        "default",
+    )
     other = LLAMA4.replace("interval: 4\ntemp", "interval: 2\ntemp")
     _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
     assert fates["inhomogeneous_layer_cycle_interval"].is_essential
@@ -377,19 +491,35 @@ def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.head_dim, config.global_num_kv_heads) == (256, 2)
     assert (config.rope_max_timescale, config.local_rope_max_timescale) == (1_000_000, 10_000)
-    assert (config.use_qk_norm, config.query_pre_attn_scalar, config.partial_rotary_factor) == (True, 1, 0.25)
+    assert (config.use_qk_norm, config.query_pre_attn_scalar, config.partial_rotary_factor) == (
+        True,
+        1,
+        0.25,
+    )
     assert config.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
     config, fates = imported("maxtext", tmp_path / "e.yml", f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.num_experts, config.norm_topk_prob, config.shared_experts) == (8, True, 0)
     scaled = GEMMA4.replace("v_norm_with_scale: false\n", "")
-    assert imported("maxtext", tmp_path / "v.yml", f"{SYNTHETIC}{scaled}")[1]["v_norm_with_scale"].is_essential
+    assert imported("maxtext", tmp_path / "v.yml", f"{SYNTHETIC}{scaled}")[1][
+        "v_norm_with_scale"
+    ].is_essential
     shares = "global_rope_proportion: 0.5\nlocal_rope_proportion: 0.5\n"
     config, fates = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{GEMMA4}{shares}")
     assert config.partial_rotary_factor == 0.5 and fates["local_rope_proportion"].is_essential
-    others = ("shared_experts: 2", "norm_topk_prob: false", "share_kv_projections: false", "global_head_dim: 256")
+    others = (
+        "shared_experts: 2",
+        "norm_topk_prob: false",
+        "share_kv_projections: false",
+        "global_head_dim: 256",
+    )
     for word, other in zip(
-        ("shared_experts: 1", "norm_topk_prob: true", "share_kv_projections: true", "global_head_dim: 512"),
+        (
+            "shared_experts: 1",
+            "norm_topk_prob: true",
+            "share_kv_projections: true",
+            "global_head_dim: 512",
+        ),
         others,
         strict=True,
     ):
@@ -414,8 +544,15 @@ def test_layers_of_a_gated_delta_rule_are_those_of_maxtext(tmp_path: Path) -> No
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.decoder_block, config.inhomogeneous_layer_cycle_interval) == ("qwen3_5", 4)
     assert config.use_qk_norm and config.norm_topk_prob
-    assert (config.gdn_num_key_heads, config.gdn_num_value_heads, config.partial_rotary_factor) == (16, 64, 0.25)
-    others = "use_qk_norm_in_gdn: false\ngdn_key_head_dim: 64\ngdn_conv_kernel_dim: 3\ngdn_chunk_size: 32\n"
+    assert (config.gdn_num_key_heads, config.gdn_num_value_heads, config.partial_rotary_factor) == (
+        16,
+        64,
+        0.25,
+    )
+    others = (
+        "use_qk_norm_in_gdn: false\ngdn_key_head_dim: 64\ngdn_conv_kernel_dim: 3\ngdn_chunk_size: "
+        "32\n"
+    )
     _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{DELTA_RULE}{others}")
     refused = {name for name, fate in fates.items() if fate.fate == "not supported"}
     assert refused == {"use_qk_norm_in_gdn", "gdn_value_head_dim", "gdn_conv_kernel_dim"}
@@ -430,7 +567,10 @@ vocab_size_per_layer_input: 4000
 
 def test_gemma4_small_is_that_of_maxtext_by_the_name_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    of_e2b = GEMMA4_SMALL.replace("layers: 6", "layers: 35") + "num_kv_shared_layers: 20\nuse_double_wide_mlp: true\n"
+    of_e2b = (
+        GEMMA4_SMALL.replace("layers: 6", "layers: 35")
+        + "num_kv_shared_layers: 20\nuse_double_wide_mlp: true\n"
+    )
     config, fates = imported("maxtext", tmp_path / "models/gemma4-e2b.yml", f"{SYNTHETIC}{of_e2b}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.decoder_block, config.num_kv_shared_layers) == ("gemma4_small", 20)
@@ -440,8 +580,14 @@ def test_gemma4_small_is_that_of_maxtext_by_the_name_of_the_model(tmp_path: Path
     assert (named.attention_type, named.num_kv_shared_layers) == (config.attention_type, 20)
     other, _ = imported("maxtext", tmp_path / "models/gemma4-e4b.yml", f"{SYNTHETIC}{GEMMA4_SMALL}")
     assert other.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
-    for stated, changed in (("input: 256", "input: 128"), ("input: 4000", "input: 300"), ("_dim: 512", "_dim: 256")):
-        fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{GEMMA4_SMALL}".replace(stated, changed))[1]
+    for stated, changed in (
+        ("input: 256", "input: 128"),
+        ("input: 4000", "input: 300"),
+        ("_dim: 512", "_dim: 256"),
+    ):
+        fates = imported(
+            "maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{GEMMA4_SMALL}".replace(stated, changed)
+        )[1]
         assert any(fate.is_essential for fate in fates.values()), changed
 
 
@@ -451,21 +597,39 @@ def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tensors_of_custom_remat_stay_what_they_are(tmp_path: Path) -> None:
-    recipe = "remat_policy: custom\ndecoder_layer_input: offload\nquery_proj: device\nmlpwi_0: offload\nmla_q: device\n"
+    recipe = (
+        "remat_policy: custom\ndecoder_layer_input: offload\nquery_proj: device\nmlpwi_0: "
+        "offload\nmla_q: device\n"
+    )
     config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + recipe)
     assert (config.remat_policy, config.decoder_layer_input) == ("custom", "offload")
     assert (config.query_proj, config.mlpwi_0, config.key_proj) == ("device", "offload", "remat")
     assert fates["query_proj"].fate == "mapped" and fates["mla_q"].fate == "ignored"
-    config, _ = imported("maxtext", tmp_path / "fused.yml", f"{SYNTHETIC}{recipe}qkv_proj: offload\nfused_qkv: true\n")
-    assert (config.query_proj, config.key_proj, config.value_proj) == ("offload", "offload", "offload")
-    config, fates = imported("maxtext", tmp_path / "full.yml", SYNTHETIC + "remat_policy: full\nquery_proj: device\n")
-    assert (config.remat_policy, config.query_proj) == ("full", "remat") and fates["query_proj"].fate == "ignored"
+    config, _ = imported(
+        "maxtext",
+        tmp_path / "fused.yml",
+        f"{SYNTHETIC}{recipe}qkv_proj: offload\nfused_qkv: true\n",
+    )
+    assert (config.query_proj, config.key_proj, config.value_proj) == (
+        "offload",
+        "offload",
+        "offload",
+    )
+    config, fates = imported(
+        "maxtext", tmp_path / "full.yml", SYNTHETIC + "remat_policy: full\nquery_proj: device\n"
+    )
+    assert (config.remat_policy, config.query_proj) == ("full", "remat") and fates[
+        "query_proj"
+    ].fate == "ignored"
 
 
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        ("save_dot_except_mlp", dict.fromkeys(("query_proj", "key_proj", "value_proj", "out_proj"), "device")),
+        (
+            "save_dot_except_mlp",
+            dict.fromkeys(("query_proj", "key_proj", "value_proj", "out_proj"), "device"),
+        ),
         ("qkv_proj_offloaded", dict.fromkeys(("query_proj", "key_proj", "value_proj"), "offload")),
     ],
 )
@@ -517,16 +681,29 @@ def test_gpt_oss_is_read_from_the_words_of_its_form(tmp_path: Path) -> None:
     config, _ = imported("maxtext", tmp_path / "gpt_oss.yml", _GPT_OSS)
     assert (config.decoder_block, config.attention_type) == ("gpt_oss", "local_sliding,global")
     assert (config.num_experts, config.num_experts_per_tok, config.base_moe_mlp_dim) == (8, 4, 96)
-    assert (config.attention_bias, config.attention_out_bias, config.routed_bias) == (True, True, False)
+    assert (config.attention_bias, config.attention_out_bias, config.routed_bias) == (
+        True,
+        True,
+        False,
+    )
     assert (config.rope_type, config.rope_factor, config.rope_truncate) == ("yarn", 4.0, False)
     assert (config.rope_attention_factor, config.load_balance_loss_weight) == (None, 0.01)
-    config, _ = imported("maxtext", tmp_path / "scaling.yml", _GPT_OSS.replace("rope_attention_scaling: true", ""))
+    config, _ = imported(
+        "maxtext", tmp_path / "scaling.yml", _GPT_OSS.replace("rope_attention_scaling: true", "")
+    )
     assert config.rope_attention_factor == 1
-    _, fates = imported("maxtext", tmp_path / "no.yml", _GPT_OSS.replace("attention_sink: true", ""))
-    assert (fates["attention_sink"].fate, fates["attention_sink"].is_essential) == ("not supported", True)
+    _, fates = imported(
+        "maxtext", tmp_path / "no.yml", _GPT_OSS.replace("attention_sink: true", "")
+    )
+    assert (fates["attention_sink"].fate, fates["attention_sink"].is_essential) == (
+        "not supported",
+        True,
+    )
 
 
-def test_the_expert_axis_is_data_for_a_dense_model_and_an_axis_for_a_sparse_one(tmp_path: Path) -> None:
+def test_the_expert_axis_is_data_for_a_dense_model_and_an_axis_for_a_sparse_one(
+    tmp_path: Path,
+) -> None:
     text = "model_name: {}\nper_device_batch_size: 1\nsteps: 10\nici_expert_parallelism: 4\n"
     dense, _ = imported("maxtext", tmp_path / "dense.yml", text.format("llama2-7b"))
     sparse, _ = imported("maxtext", tmp_path / "sparse.yml", text.format("mixtral-8x7b"))
@@ -535,7 +712,10 @@ def test_the_expert_axis_is_data_for_a_dense_model_and_an_axis_for_a_sparse_one(
 
 
 def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
-    text = "enable_emergency_checkpoint: true\nlocal_checkpoint_directory: /local\nlocal_checkpoint_period: 20\n"
+    text = (
+        "enable_emergency_checkpoint: true\nlocal_checkpoint_directory: "
+        "/local\nlocal_checkpoint_period: 20\n"
+    )
     config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
     assert (config.local_checkpoint_directory, config.local_checkpoint_period) == ("/local", 20)
     assert "local_checkpoint_directory" in fates["enable_emergency_checkpoint"].says
@@ -554,21 +734,37 @@ def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
         ("model_name: gemma3-4b\n", False),
     ],
 )
-def test_queries_hold_their_scale_where_maxtexts_do(words: str, is_scaled: bool, tmp_path: Path) -> None:
-    assert imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}")[0].query_weights_scaled is is_scaled
+def test_queries_hold_their_scale_where_maxtexts_do(
+    words: str, is_scaled: bool, tmp_path: Path
+) -> None:
+    assert (
+        imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}")[0].query_weights_scaled
+        is is_scaled
+    )
 
 
-@pytest.mark.parametrize("words", ["model_name: gemma-2b", "model_name: gemma3-1b", "decoder_block: gemma",
-                                   "decoder_block: gemma2\nsliding_window_size: 8",
-                                   "decoder_block: gemma3\nsliding_window_size: 8"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model_name: gemma-2b",
+        "model_name: gemma3-1b",
+        "decoder_block: gemma",
+        "decoder_block: gemma2\nsliding_window_size: 8",
+        "decoder_block: gemma3\nsliding_window_size: 8",
+    ],
+)
 def test_every_gemma_names_what_its_optimizer_does_differently(words: str, tmp_path: Path) -> None:
     fates = imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}\n")[1]
     assert "its norms 1 + ours, so an optimizer moves" in fates[words.split(":")[0]].says
 
 
 @pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b"])
-def test_scores_of_a_gemma_with_other_heads_are_divided_by_the_root_of_their_width(name: str, tmp_path: Path) -> None:
-    words = f"base_output_directory=a run_name=b dataset_type=synthetic model_name={name} head_dim=16"
+def test_scores_of_a_gemma_with_other_heads_are_divided_by_the_root_of_their_width(
+    name: str, tmp_path: Path
+) -> None:
+    words = (
+        f"base_output_directory=a run_name=b dataset_type=synthetic model_name={name} head_dim=16"
+    )
     command = f"python3 -m maxtext.trainers.pre_train.train {words}\n"
     config, _ = imported("maxtext", tmp_path / "run.sh", command)
     assert (config.head_dim, config.query_pre_attn_scalar) == (16, 16)

@@ -1,4 +1,5 @@
-"""`maxbatch import maxtext`: commands without a YAML, MaxText's own base.yml, and models that go before their files.
+"""`maxbatch import maxtext`: commands without a YAML, MaxText's own base.yml, and models that go
+before their files.
 
 Values are those of MaxText 0.2.5.
 """
@@ -29,7 +30,8 @@ def table(section: str) -> str:
     text = Path(maxtext_defaults.__file__).with_suffix(".txt").read_text()
     words = settings(dict(sections(text))[section])
     return "".join(
-        f"{word}: {value if value.startswith('[') else json.dumps(value)}\n" for word, value in words.items()
+        f"{word}: {value if value.startswith('[') else json.dumps(value)}\n"
+        for word, value in words.items()
     )
 
 
@@ -44,37 +46,66 @@ def table(section: str) -> str:
     ],
 )
 def test_a_program_without_a_yaml_reads_the_file_of_its_module(tmp_path: Path, start: str) -> None:
-    config, _ = imported("maxtext", tmp_path / "run.sh", f"{start.format(TRAINERS)} {NAMED} per_device_batch_size=1\n")
-    assert (config.use_sft, config.sft_train_on_completion_only, config.learning_rate) == (True, True, 2e-5)
-    assert config.dataset_path.startswith("HuggingFaceH4/ultrachat_200k") and config.tokenizer_type == "huggingface"
+    config, _ = imported(
+        "maxtext",
+        tmp_path / "run.sh",
+        f"{start.format(TRAINERS)} {NAMED} per_device_batch_size=1\n",
+    )
+    assert (config.use_sft, config.sft_train_on_completion_only, config.learning_rate) == (
+        True,
+        True,
+        2e-5,
+    )
+    assert (
+        config.dataset_path.startswith("HuggingFaceH4/ultrachat_200k")
+        and config.tokenizer_type == "huggingface"
+    )
 
 
 def test_pairs_prompts_and_teachers_are_those_of_their_programs(tmp_path: Path) -> None:
     line = (
-        f"python3 -m {TRAINERS}.dpo.train_dpo {NAMED} eval_interval=0 train_data_columns=\"['chosen', 'rejected']\"\n"
+        f"python3 -m {TRAINERS}.dpo.train_dpo {NAMED} eval_interval=0 "
+        "train_data_columns=\"['chosen', 'rejected']\"\n"
     )
     config, _ = imported("maxtext", tmp_path / "dpo.sh", line)
     assert (config.use_dpo, config.learning_rate, config.per_device_batch_size) == (True, 5e-7, 2)
     assert (config.model_name, config.eval_interval, config.steps) == ("llama3.1-8b", -1, 10)
-    line = f"python3 -m {TRAINERS}.rl.train_rl {NAMED} num_generations=8 batch_size=4 loss_algo=gspo-token\n"
+    line = (
+        f"python3 -m {TRAINERS}.rl.train_rl {NAMED} num_generations=8 batch_size=4 "
+        "loss_algo=gspo-token\n"
+    )
     config, _ = imported("maxtext", tmp_path / "rl.sh", line)
     assert (config.batch_size, config.num_generations, config.loss_algo) == (4, 8, "gspo-token")
     assert (config.learning_rate, config.adam_b2, config.grpo_beta) == (3e-6, 0.99, 0.08)
-    (tmp_path / "distil.sh").write_text(f"python3 -m {TRAINERS}.distillation.train_distill {NAMED}\n")
+    (tmp_path / "distil.sh").write_text(
+        f"python3 -m {TRAINERS}.distillation.train_distill {NAMED}\n"
+    )
     fates, _ = translated("maxtext", tmp_path / "distil.sh")
-    assert "no distillation" in {fate.word: fate.says for fate in fates.fates}["teacher_overrides.model_name"]
+    assert (
+        "no distillation"
+        in {fate.word: fate.says for fate in fates.fates}["teacher_overrides.model_name"]
+    )
 
 
 def test_every_module_of_maxtexts_mapping_has_the_values_of_its_file() -> None:
-    for module in ("pre_train.train", "pre_train.train_compile", "post_train.sft.train_sft", "post_train.dpo.train_dpo",
-                   "post_train.rl.train_rl", "post_train.distillation.train_distill"):  # fmt: skip
+    for module in (
+        "pre_train.train",
+        "pre_train.train_compile",
+        "post_train.sft.train_sft",
+        "post_train.dpo.train_dpo",
+        "post_train.rl.train_rl",
+        "post_train.distillation.train_distill",
+    ):
         file = file_of_module(f"maxtext.trainers.{module}")
         assert values_of(file) is not None and ("post_train" in module) == (file != "base.yml")
     assert file_of_module("maxtext.trainers.another") == "base.yml"  # as there
 
 
 def test_sft_over_base_yml_trains_on_all_tokens_as_there(tmp_path: Path) -> None:
-    text = "base_config: base.yml\ndataset_type: hf\nhf_path: a/b\ntrain_data_columns: [messages]\nuse_sft: true\n"
+    text = (
+        "base_config: base.yml\ndataset_type: hf\nhf_path: a/b\ntrain_data_columns: "
+        "[messages]\nuse_sft: true\n"
+    )
     assert not imported("maxtext", tmp_path / "m.yml", text)[0].sft_train_on_completion_only
 
 
@@ -84,11 +115,26 @@ def test_maxtexts_own_base_yml_is_as_if_nothing_were_stated(tmp_path: Path, mode
     config, fates = imported("maxtext", tmp_path / "base.yml", text + model)
     assert all(fate.fate != "not supported" for fate in fates.values()) and len(fates) > 700
     unstated, _ = imported("maxtext", tmp_path / "m.yml", f"dataset_type: synthetic\n{model}")
-    same = ("model_name", "base_emb_dim", "base_num_decoder_layers", "vocab_size", "attention_type", "num_experts",
-            "learning_rate", "steps", "per_device_batch_size", "dtype", "remat_policy", "packing")  # fmt: skip
+    same = (
+        "model_name",
+        "base_emb_dim",
+        "base_num_decoder_layers",
+        "vocab_size",
+        "attention_type",
+        "num_experts",
+        "learning_rate",
+        "steps",
+        "per_device_batch_size",
+        "dtype",
+        "remat_policy",
+        "packing",
+    )
     assert {name: config[name] for name in same} == {name: unstated[name] for name in same}
     with pytest.raises(ConfigError, match="routed_score_func"):
-        imported_strictly(tmp_path / "base.yml", text.replace('routed_score_func: ""\n', "routed_score_func: topk\n"))
+        imported_strictly(
+            tmp_path / "base.yml",
+            text.replace('routed_score_func: ""\n', "routed_score_func: topk\n"),
+        )
 
 
 def imported_strictly(path: Path, text: str) -> None:
@@ -111,7 +157,9 @@ def test_an_edited_base_yml_counts_where_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_models_own_keys_go_before_those_of_a_config_and_not_of_a_command(tmp_path: Path) -> None:
-    (tmp_path / "m.yml").write_text("model_name: llama3.1-8b\nbase_num_decoder_layers: 2\ndataset_type: synthetic\n")
+    (tmp_path / "m.yml").write_text(
+        "model_name: llama3.1-8b\nbase_num_decoder_layers: 2\ndataset_type: synthetic\n"
+    )
     fates = {fate.word: fate for fate in translated("maxtext", tmp_path / "m.yml")[0].fates}
     assert fates["base_num_decoder_layers"].fate == "ignored"
     line = "python3 -m maxtext.trainers.pre_train.train m.yml override_model_config=true"
@@ -122,12 +170,18 @@ def test_a_models_own_keys_go_before_those_of_a_config_and_not_of_a_command(tmp_
 
 
 def test_a_model_named_after_an_import_displaces_the_imported_one(tmp_path: Path) -> None:
-    line = f"python3 -m {TRAINERS}.sft.train_sft base_output_directory=runs run_name=a num_experts=1\n"
+    line = (
+        f"python3 -m {TRAINERS}.sft.train_sft base_output_directory=runs run_name=a num_experts=1\n"
+    )
     (tmp_path / "run.sh").write_text(line)
     (tmp_path / "o.yml").write_text(written(translated("maxtext", tmp_path / "run.sh")[0], "x"))
     assert load_config(tmp_path / "o.yml").base_emb_dim == 2048
     config = load_config(tmp_path / "o.yml", ["model_name=llama3.1-8b"])
-    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (4096, 32, 128_256)
+    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (
+        4096,
+        32,
+        128_256,
+    )
     assert (config.learning_rate, config.use_sft) == (2e-5, True)
 
 
@@ -214,20 +268,28 @@ python3 -m maxtext.trainers.pre_train.train attention=$ATTENTION $DATA $MORE run
         (SHOWN, "steps=3"),
         (SUMS, "steps=0 eval_steps=7 log_period=$((1-MORE))"),
         (WIDE, f"steps=8999999999999999991 eval_steps=$((A*10)) log_period=$(({LONG}))"),
-        (PLACES, "dataset_path=gs://${DATA}/x/gs://${DATA}/x dpo.algo=${dpo_or_orpo} checkpoint_period=${VALUE} "
-                 "model_name=${a_b}"),
+        (
+            PLACES,
+            "dataset_path=gs://${DATA}/x/gs://${DATA}/x dpo.algo=${dpo_or_orpo} "
+            "checkpoint_period=${VALUE} model_name=${a_b}",
+        ),
         (BRANCHES, "attention=auto dataset_type=grain packing=false run_name=true"),
     ],
-)  # fmt: skip
+)
 def test_a_script_is_read_as_bash_reads_it(tmp_path: Path, script: str, words: str) -> None:
     assert words_of(tmp_path / "run.sh", script) == [words.split()]
 
 
 @pytest.mark.parametrize(
-    "script", [DEFAULTS, SUMS.replace("MORE", "0"), f"OTHER=\n{BRANCHES.replace('grep', 'python3')}"]
+    "script",
+    [DEFAULTS, SUMS.replace("MORE", "0"), f"OTHER=\n{BRANCHES.replace('grep', 'python3')}"],
 )
-def test_the_count_of_maxtexts_commands_takes_the_words_of_bash(tmp_path: Path, script: str) -> None:
-    assert [list(command.arguments) for command in bash_commands(script)] == words_of(tmp_path / "run.sh", script)
+def test_the_count_of_maxtexts_commands_takes_the_words_of_bash(
+    tmp_path: Path, script: str
+) -> None:
+    assert [list(command.arguments) for command in bash_commands(script)] == words_of(
+        tmp_path / "run.sh", script
+    )
 
 
 def test_a_command_with_two_configs_is_refused(tmp_path: Path) -> None:
@@ -238,7 +300,9 @@ def test_a_command_with_two_configs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_may_hold_words_of_the_command_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"python3 -m {TRAINERS}.sft.train_sft model_name=llama3.1-8b $EXTRA\n")
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m {TRAINERS}.sft.train_sft model_name=llama3.1-8b $EXTRA\n"
+    )
     assert "does not set EXTRA" in " ".join(translated("maxtext", tmp_path / "run.sh")[1])
 
 
@@ -249,11 +313,23 @@ def test_a_variable_that_may_hold_words_of_the_command_is_named(tmp_path: Path) 
         ("post_train.sft.train_sft", "grain_file_type", "parquet", "ignored"),
         ("post_train.sft.train_sft", "chat_template_path", "a.json", "needs you"),
         ("post_train.rl.train_rl", "chat_template_path", "a.json", "needs you"),
-        ("post_train.dpo.train_dpo", "train_data_columns", "['input','chosen','rejected']", "needs you"),
-        ("post_train.dpo.train_dpo", "train_data_columns", "['input','better','worse']", "not supported"),
+        (
+            "post_train.dpo.train_dpo",
+            "train_data_columns",
+            "['input','chosen','rejected']",
+            "needs you",
+        ),
+        (
+            "post_train.dpo.train_dpo",
+            "train_data_columns",
+            "['input','better','worse']",
+            "not supported",
+        ),
     ],
 )
-def test_words_of_maxtexts_commands(tmp_path: Path, program: str, word: str, value: str, fate: str) -> None:
+def test_words_of_maxtexts_commands(
+    tmp_path: Path, program: str, word: str, value: str, fate: str
+) -> None:
     line = f"python3 -m maxtext.trainers.{program} model_name=llama3.1-8b {word}={value}\n"
     (tmp_path / "run.sh").write_text(line)
     fates = {fate.word: fate.fate for fate in translated("maxtext", tmp_path / "run.sh")[0].fates}
@@ -261,7 +337,11 @@ def test_words_of_maxtexts_commands(tmp_path: Path, program: str, word: str, val
 
 
 def test_a_command_that_becomes_another_one_is_counted_as_a_surprise() -> None:
-    there = {word: yaml.safe_load(str(value)) for word, value in yaml.safe_load(table("base.yml")).items() if value}
+    there = {
+        word: yaml.safe_load(str(value))
+        for word, value in yaml.safe_load(table("base.yml")).items()
+        if value
+    }
     there |= {"MODULE": "train_sft", "use_sft": True, "learning_rate": "2e-5"}
     ours = load_config(overrides=["model_name=llama3.1-8b", "learning_rate=3e-5", "steps=150001"])
     found = differences(there, ours, {})
@@ -281,13 +361,21 @@ def test_a_program_that_does_not_train_is_named(tmp_path: Path, program: str) ->
 
 
 def test_a_word_whose_variable_is_not_set_is_refused_by_the_variables_name(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"python3 -m {TRAINERS}.sft.train_sft model_name=${{MODEL?}} steps=${{STEPS?}}\n")
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m {TRAINERS}.sft.train_sft model_name=${{MODEL?}} steps=${{STEPS?}}\n"
+    )
     fates = {fate.word: fate for fate in translated("maxtext", tmp_path / "run.sh")[0].fates}
-    assert "does not set MODEL" in fates["model_name"].says and "does not set STEPS" in fates["steps"].says
+    assert (
+        "does not set MODEL" in fates["model_name"].says
+        and "does not set STEPS" in fates["steps"].says
+    )
 
 
 def test_a_config_of_maxtexts_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    line = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/gpu/models/x.yml per_device_batch_size=1\n"
+    line = (
+        "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/gpu/models/x.yml "
+        "per_device_batch_size=1\n"
+    )
     (tmp_path / "run.sh").write_text(line)
     with pytest.raises(ConfigError, match="states the task, the model or the batch"):
         translated("maxtext", tmp_path / "run.sh")

@@ -1,4 +1,6 @@
-"""What `maxbatch import` writes and prints: whole files that plan reads, tables that no file can forge."""
+"""What `maxbatch import` writes and prints: whole files that plan reads, tables that no file can
+forge.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,35 @@ def test_a_full_or_failing_disk_leaves_nothing_and_is_no_fault_of_the_input(
 
 
 @pytest.mark.runs
-def test_plan_reads_whatever_import_writes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_whatever_import_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pick = random.Random(1)
-    characters = ["\0", "\x07", "\x1b", "\n", "\r", "\t", " ", '"', "\\", "'", "#", ":", "\x85", "\u2028", "\ufeff",
-                  "\ud800", "\U0010ffff", "~", "null", "é", "{", "%", "a"]  # fmt: skip
+    characters = [
+        "\0",
+        "\x07",
+        "\x1b",
+        "\n",
+        "\r",
+        "\t",
+        " ",
+        '"',
+        "\\",
+        "'",
+        "#",
+        ":",
+        "\x85",
+        "\u2028",
+        "\ufeff",
+        "\ud800",
+        "\U0010ffff",
+        "~",
+        "null",
+        "é",
+        "{",
+        "%",
+        "a",
+    ]
     for number in range(150):
         name = "".join(pick.choices(characters, k=pick.randint(1, 5)))
         escaped = "".join(f"\\U{ord(c):08x}" for c in name)
@@ -57,7 +84,10 @@ def test_plan_reads_whatever_import_writes(folder: Path, capsys: pytest.CaptureF
 
 
 def test_a_schedule_or_data_that_plan_would_refuse_are_not_written(folder: Path) -> None:
-    for text in ("micro_batch_size: 4\nstep_batch_size_schedule: 'a:b'\n", "micro_batch_size: 4\ndata_path: a 1 2 b\n"):
+    for text in (
+        "micro_batch_size: 4\nstep_batch_size_schedule: 'a:b'\n",
+        "micro_batch_size: 4\ndata_path: a 1 2 b\n",
+    ):
         (folder / "m.yml").write_text(text)
         main(["import", "megatron", "m.yml", "--skip-unsupported"])
         assert not (folder / "maxbatch.yml").exists() or main(["plan", "maxbatch.yml"]) == 0
@@ -102,7 +132,12 @@ def test_other_commands_print_no_control_characters_of_a_config(
 ) -> None:
     for key in ("run_dir", "dataset_path", "tokenizer_path", "load_parameters_path", "text_field"):
         (folder / "c.yml").write_text(f'dataset_type: jsonl\n{key}: "a{FORGED}"\n')
-        for command in (["plan", "c.yml"], ["config", "c.yml"], ["config", key, "c.yml"], ["data", "c.yml"]):
+        for command in (
+            ["plan", "c.yml"],
+            ["config", "c.yml"],
+            ["config", key, "c.yml"],
+            ["data", "c.yml"],
+        ):
             main(command)
             captured = capsys.readouterr()
             for shown in (captured.out, captured.err):

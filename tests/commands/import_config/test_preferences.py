@@ -34,15 +34,24 @@ max_prompt_length: null
 
 def test_maxtexts_pairs_are_ours(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", MAXTEXT)
-    assert (config.use_dpo, config.dpo_algo, config.orpo_lambda, config.dpo_beta) == (True, "orpo", 0.2, 0.3)
+    assert (config.use_dpo, config.dpo_algo, config.orpo_lambda, config.dpo_beta) == (
+        True,
+        "orpo",
+        0.2,
+        0.3,
+    )
     assert config.max_target_length == 512 and fates["train_data_columns"].fate == "ignored"
     plan = BatchPlan.from_config(config, 4)
     assert (plan.global_batch_size_to_train_on, plan.tokens_per_step) == (8, 8 * 2 * 512)
     _, fates = imported(
-        "maxtext", tmp_path / "m.yml", MAXTEXT.replace("max_prompt_length: null", "max_prompt_length: 9")
+        "maxtext",
+        tmp_path / "m.yml",
+        MAXTEXT.replace("max_prompt_length: null", "max_prompt_length: 9"),
     )
     assert fates["dpo.max_prompt_length"].fate == "not supported"
-    _, fates = imported("maxtext", tmp_path / "m.yml", MAXTEXT.replace("'chosen', 'rejected'", "'good', 'bad'"))
+    _, fates = imported(
+        "maxtext", tmp_path / "m.yml", MAXTEXT.replace("'chosen', 'rejected'", "'good', 'bad'")
+    )
     assert fates["train_data_columns"].is_essential
 
 
@@ -54,10 +63,17 @@ def test_maxtexts_pairs_are_ours(tmp_path: Path) -> None:
         ("output_dir: zephyr-orpo\n", ("orpo", 0.1, 0.0, 0.05)),
     ],
 )
-def test_trls_pairs_are_ours(tmp_path: Path, text: str, expected: tuple[str, float, float, float]) -> None:
+def test_trls_pairs_are_ours(
+    tmp_path: Path, text: str, expected: tuple[str, float, float, float]
+) -> None:
     config, _ = imported("hf", tmp_path / "t.yml", TRL + text)
     assert config.use_dpo and config.max_target_length == 256 and config.learning_rate == 1e-6
-    assert (config.dpo_algo, config.dpo_beta, config.dpo_label_smoothing, config.orpo_lambda) == expected
+    assert (
+        config.dpo_algo,
+        config.dpo_beta,
+        config.dpo_label_smoothing,
+        config.orpo_lambda,
+    ) == expected
     plan = BatchPlan.from_config(config, 2)
     assert plan.global_batch_size_to_train_on == 32 and plan.sample == "pair"
 
@@ -85,8 +101,16 @@ max_steps: 10
 
 def test_axolotls_pairs_are_ours(tmp_path: Path) -> None:
     config, fates = imported("axolotl", tmp_path / "a.yml", f"{AXOLOTL}rl: dpo\nrl_beta: 0.3\n")
-    assert (config.use_dpo, config.dpo_algo, config.dpo_beta, config.packing) == (True, "dpo", 0.3, False)
-    assert fates["datasets"].fate == "needs you" and "prompt (there conversation)" in fates["datasets"].says
+    assert (config.use_dpo, config.dpo_algo, config.dpo_beta, config.packing) == (
+        True,
+        "dpo",
+        0.3,
+        False,
+    )
+    assert (
+        fates["datasets"].fate == "needs you"
+        and "prompt (there conversation)" in fates["datasets"].says
+    )
     assert fates["rl"].fate == fates["rl_beta"].fate == "mapped"
     plan = BatchPlan.from_config(config, 2)
     assert (plan.global_batch_size_to_train_on, plan.sample) == (2 * 4 * 2, "pair")
@@ -102,8 +126,20 @@ def test_axolotls_pairs_are_ours(tmp_path: Path) -> None:
 def test_axolotls_alpaca_is_ours_with_its_text_as_the_chat_template(
     tmp_path: Path, line: str, on_answers: bool
 ) -> None:
-    text = AXOLOTL.partition("chat_template:")[0] + "datasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: 2\n"
-    config, fates = imported("axolotl", tmp_path / "a.yml", f"{text}gradient_accumulation_steps: 4\n{line}")
-    assert (config.use_sft, config.sft_format, config.sft_train_on_completion_only) == (True, "alpaca", on_answers)
-    assert config.dataset_path == "a.jsonl" and BatchPlan.from_config(config, 1).global_batch_size_to_train_on == 8
+    text = (
+        AXOLOTL.partition("chat_template:")[0]
+        + "datasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: 2\n"
+    )
+    config, fates = imported(
+        "axolotl", tmp_path / "a.yml", f"{text}gradient_accumulation_steps: 4\n{line}"
+    )
+    assert (config.use_sft, config.sft_format, config.sft_train_on_completion_only) == (
+        True,
+        "alpaca",
+        on_answers,
+    )
+    assert (
+        config.dataset_path == "a.jsonl"
+        and BatchPlan.from_config(config, 1).global_batch_size_to_train_on == 8
+    )
     assert fates["datasets"].fate == "needs you" and "### Response:" in fates["datasets"].says

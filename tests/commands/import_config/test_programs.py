@@ -1,4 +1,6 @@
-"""`maxbatch import` of Python files, LLaMA-Factory and torchtitan; trainers that are named and not imported."""
+"""`maxbatch import` of Python files, LLaMA-Factory and torchtitan; trainers that are named and not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,12 @@ def test_arguments_of_a_python_file_are_read_and_the_file_never_runs(tmp_path: P
     assert recognised_format(tmp_path / "t.py") == "hf"
     config, _ = imported("hf", tmp_path / "t.py", python(tmp_path))
     assert BatchPlan.from_config(config, 8).global_batch_size_to_train_on == 2 * 4 * 8
-    assert (config.learning_rate, config.steps, config.max_target_length, config.use_sft) == (3e-4, 100, 512, True)
+    assert (config.learning_rate, config.steps, config.max_target_length, config.use_sft) == (
+        3e-4,
+        100,
+        512,
+        True,
+    )
     assert (config.lora_rank, config.lora_targets, config.dtype) == (16, "query", "bfloat16")
     assert not (tmp_path / "ran").exists()
 
@@ -111,7 +118,9 @@ def test_a_python_file_that_states_no_run_is_one_line(tmp_path: Path, text: str,
 
 
 @pytest.mark.parametrize(("name", "algo"), [("DPOConfig", "dpo"), ("ORPOConfig", "orpo")])
-def test_the_class_of_a_python_file_states_the_loss_of_pairs(tmp_path: Path, name: str, algo: str) -> None:
+def test_the_class_of_a_python_file_states_the_loss_of_pairs(
+    tmp_path: Path, name: str, algo: str
+) -> None:
     text = f"import trl\ntrl.{name}(per_device_train_batch_size=2, max_steps=10, beta=0.3)\n"
     config, _ = imported("hf", tmp_path / "t.py", text)
     assert (config.use_dpo, config.dpo_algo) == (True, algo)
@@ -121,43 +130,82 @@ def test_a_call_of_grpo_config_is_a_batch_of_prompts(tmp_path: Path) -> None:
     text = "GRPOConfig(per_device_train_batch_size=8, num_generations=4, max_steps=10)\n"
     (tmp_path / "g.py").write_text(text)
     translation, _ = translated("trl", tmp_path / "g.py", devices=4)
-    assert (translation.settings["batch_size"], translation.settings["num_generations"]) == ("8", "4")
+    assert (translation.settings["batch_size"], translation.settings["num_generations"]) == (
+        "8",
+        "4",
+    )
     assert recognised_format(tmp_path / "g.py") == "trl"
 
 
 def test_llama_factorys_own_words_are_mapped_or_need_you(tmp_path: Path) -> None:
     config, fates = imported("llamafactory", tmp_path / "f.yaml", factory())
     assert recognised_format(tmp_path / "f.yaml") == "llamafactory"
-    assert BatchPlan.from_config(config, 4, samples_per_epoch=640).global_batch_size_to_train_on == 2 * 8 * 4
-    assert (config.use_sft, config.max_target_length, config.packing, config.num_epochs) == (True, 1024, False, 3)
+    assert (
+        BatchPlan.from_config(config, 4, samples_per_epoch=640).global_batch_size_to_train_on
+        == 2 * 8 * 4
+    )
+    assert (config.use_sft, config.max_target_length, config.packing, config.num_epochs) == (
+        True,
+        1024,
+        False,
+        3,
+    )
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (4, 8, "all")
     assert config.dataset_path == "identity.jsonl;alpaca_en_demo.jsonl"
     assert {fates[word].fate for word in ("dataset", "template")} == {"needs you"}
-    assert {fates[word].fate for word in ("plot_loss", "trust_remote_code", "overwrite_output_dir")} == {"ignored"}
+    assert {
+        fates[word].fate for word in ("plot_loss", "trust_remote_code", "overwrite_output_dir")
+    } == {"ignored"}
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
 _CHATS = {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "turns"}}
-_OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-_PAIRS = {"file_name": "p.parquet", "ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
+_OPENAI = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+}
+_PAIRS = {
+    "file_name": "p.parquet",
+    "ranking": True,
+    "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"},
+}
 
 
 @pytest.mark.parametrize(
     ("stage", "described", "expected"),
     [
-        ("sft", {"file_name": "a.csv", "columns": {"prompt": "q", "response": "a"}},
-         {"dataset_type": "csv", "sft_format": "alpaca", "record_fields": "{instruction: q, output: a}"}),
+        (
+            "sft",
+            {"file_name": "a.csv", "columns": {"prompt": "q", "response": "a"}},
+            {
+                "dataset_type": "csv",
+                "sft_format": "alpaca",
+                "record_fields": "{instruction: q, output: a}",
+            },
+        ),
         ("sft", _CHATS, {"dataset_type": "json", "record_fields": "{messages: turns}"}),
         ("sft", {**_CHATS, "tags": _OPENAI}, {"record_fields": "{messages: turns}"}),
-        ("dpo", _PAIRS, {"dataset_type": "parquet", "record_fields": "{prompt: q, chosen: good, rejected: bad}"}),
+        (
+            "dpo",
+            _PAIRS,
+            {
+                "dataset_type": "parquet",
+                "record_fields": "{prompt: q, chosen: good, rejected: bad}",
+            },
+        ),
         ("pt", {"file_name": "t.jsonl", "columns": {"prompt": "body"}}, {"text_field": "body"}),
     ],
-)  # fmt: skip
+)
 def test_llama_factorys_columns_are_record_fields(
     tmp_path: Path, stage: str, described: dict[str, Any], expected: dict[str, object]
 ) -> None:
     (tmp_path / "data").mkdir()
-    info = {"identity": described, "alpaca_en_demo": {**described, "file_name": f"other-{described['file_name']}"}}
+    info = {
+        "identity": described,
+        "alpaca_en_demo": {**described, "file_name": f"other-{described['file_name']}"},
+    }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     config, fates = imported("llamafactory", tmp_path / "f.yaml", factory(stage, "full"))
     assert {name: config[name] for name in expected} == expected
@@ -177,7 +225,9 @@ def test_llama_factorys_columns_are_record_fields(
         _PAIRS,
     ],
 )
-def test_llama_factorys_other_records_need_to_be_written_anew(tmp_path: Path, described: dict[str, Any]) -> None:
+def test_llama_factorys_other_records_need_to_be_written_anew(
+    tmp_path: Path, described: dict[str, Any]
+) -> None:
     (tmp_path / "data").mkdir()
     info = {"identity": described, "alpaca_en_demo": described}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
@@ -186,9 +236,13 @@ def test_llama_factorys_other_records_need_to_be_written_anew(tmp_path: Path, de
 
 
 def test_llama_factorys_stages_and_methods(tmp_path: Path) -> None:
-    config, _ = imported("llamafactory", tmp_path / "f.yaml", factory("dpo", "full", more="pref_beta: 0.2\n"))
+    config, _ = imported(
+        "llamafactory", tmp_path / "f.yaml", factory("dpo", "full", more="pref_beta: 0.2\n")
+    )
     assert (config.use_dpo, config.dpo_beta, config.lora_rank) == (True, 0.2, 0)
-    config, _ = imported("llamafactory", tmp_path / "f.yaml", factory("pt", "lora", "q_proj,v_proj"))
+    config, _ = imported(
+        "llamafactory", tmp_path / "f.yaml", factory("pt", "lora", "q_proj,v_proj")
+    )
     assert (config.use_sft, config.packing, config.lora_targets) == (False, True, "query,value")
     _, fates = imported("llamafactory", tmp_path / "f.yaml", factory("dpo"))
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
@@ -206,7 +260,10 @@ def test_a_split_of_llama_factorys_models_divides_its_rows(tmp_path: Path) -> No
     (tmp_path / "ds.json").write_text('{"tensor_parallel": {"autotp_size": 2}}')
     for more in ("tensor_model_parallel_size: 2\n", "deepspeed: ds.json\n"):
         config, _ = imported("llamafactory", tmp_path / "f.yaml", factory(method="full", more=more))
-        assert BatchPlan.from_config(config, 4, samples_per_epoch=640).global_batch_size_to_train_on == 2 * 8 * 2
+        assert (
+            BatchPlan.from_config(config, 4, samples_per_epoch=640).global_batch_size_to_train_on
+            == 2 * 8 * 2
+        )
 
 
 def test_torchtitans_toml_is_its_batch(tmp_path: Path) -> None:
@@ -214,14 +271,21 @@ def test_torchtitans_toml_is_its_batch(tmp_path: Path) -> None:
     assert recognised_format(tmp_path / "t.toml") == "torchtitan"
     config, fates = imported("torchtitan", tmp_path / "t.toml", TITAN)
     assert BatchPlan.from_config(config, 8).global_batch_size_to_train_on == 4 * 8 // 2
-    assert (config.steps, config.warmup_steps_fraction, config.wsd_decay_steps_fraction) == (1000, 0.1, 0.9)
+    assert (config.steps, config.warmup_steps_fraction, config.wsd_decay_steps_fraction) == (
+        1000,
+        0.1,
+        0.9,
+    )
     assert (config.model_name, config.learning_rate, config.adam_b2) == ("llama3-8b", 3e-4, 0.95)
     assert fates["training.dataset"].fate == "needs you"
 
 
 def test_torchtitans_flags_take_precedence_over_their_file(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(TITAN)
-    text = "torchrun -m torchtitan.train --job.config_file t.toml --training.steps 50 --training.global_batch_size 64"
+    text = (
+        "torchrun -m torchtitan.train --job.config_file t.toml --training.steps 50 "
+        "--training.global_batch_size 64"
+    )
     config, _ = imported("torchtitan", tmp_path / "t.sh", text)
     assert (config.steps, config.global_batch_size, config.per_device_batch_size) == (50, 64, 2)
 
@@ -229,7 +293,8 @@ def test_torchtitans_flags_take_precedence_over_their_file(tmp_path: Path) -> No
 def test_torchtitans_batch_in_tokens(tmp_path: Path) -> None:
     text = (
         "torchrun -m torchtitan.train --training.num_tokens_per_microbatch_per_dp_rank 16384 "
-        "--training.max_context_length 2048 --parallelism.tensor_parallel_degree 2 --training.num_tokens_per_train_step"
+        "--training.max_context_length 2048 --parallelism.tensor_parallel_degree 2 "
+        "--training.num_tokens_per_train_step"
     )
     config, _ = imported("torchtitan", tmp_path / "t.sh", f"{text} -1")
     assert BatchPlan.from_config(config, 8).global_batch_size_to_train_on == 8 * 4
@@ -240,36 +305,45 @@ def test_torchtitans_batch_in_tokens(tmp_path: Path) -> None:
 TRAINERS = {
     "mlx": (
         "m.yaml",
-        "fine_tune_type: lora\nbatch_size: 4\niters: 100\nlearning_rate: 1e-5\nprompt_feature: question\n"
-        "completion_feature: answer\n",
+        "fine_tune_type: lora\nbatch_size: 4\niters: 100\nlearning_rate: 1e-5\nprompt_feature: "
+        "question\ncompletion_feature: answer\n",
         ["steps = iters", "record_fields='{prompt: question, completion: answer}'"],
     ),
     "levanter": (
         "l.yaml",
-        "trainer:\n  train_batch_size: 32\n  num_train_steps: 100\noptimizer:\n  learning_rate: 1e-3\n",
+        "trainer:\n  train_batch_size: 32\n  num_train_steps: 100\noptimizer:\n  learning_rate: "
+        "1e-3\n",
         ["trainer.train_batch_size=32", "is global_batch_size", "optimizer.learning_rate=1e-3"],
     ),
     "nemo_rl": (
         "n.yaml",
-        "grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16}\npolicy: {train_global_batch_size: 128}\n",
+        "grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16}\npolicy: "
+        "{train_global_batch_size: 128}\n",
         ["batch_size=32 num_generations=16 num_minibatches=4", "512 responses"],
     ),
     "openrlhf": (
         "o.sh",
-        "deepspeed --module openrlhf.cli.train_sft --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096 "
-        "--input_key question --output_key answer",
-        ["micro_train_batch_size=2", "max_len=4096", "record_fields='{prompt: question, completion: answer}'"],
+        "deepspeed --module openrlhf.cli.train_sft --train_batch_size 256 "
+        "--micro_train_batch_size 2 --max_len 4096 --input_key question --output_key answer",
+        [
+            "micro_train_batch_size=2",
+            "max_len=4096",
+            "record_fields='{prompt: question, completion: answer}'",
+        ],
     ),
     "slime": (
         "s.sh",
-        "python train.py --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --lr 1e-6",
+        "python train.py --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout "
+        "2 --lr 1e-6",
         ["num_minibatches=2", "lr=1e-6"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_without_an_importer_is_named_with_the_words_of_its_batch(tmp_path: Path, name: str) -> None:
+def test_a_trainer_without_an_importer_is_named_with_the_words_of_its_batch(
+    tmp_path: Path, name: str
+) -> None:
     file, text, says = TRAINERS[name]
     (tmp_path / file).write_text(text)
     assert recognised_format(tmp_path / file) == name
@@ -278,17 +352,23 @@ def test_a_trainer_without_an_importer_is_named_with_the_words_of_its_batch(tmp_
     assert all(said in str(refusal.value) for said in says), refusal.value
 
 
-@pytest.mark.parametrize(("mini", "said"), [(64, "num_minibatches=4"), (100, "no whole number of updates")])
+@pytest.mark.parametrize(
+    ("mini", "said"), [(64, "num_minibatches=4"), (100, "no whole number of updates")]
+)
 def test_verls_minibatches_are_computed_or_do_not_fit(tmp_path: Path, mini: int, said: str) -> None:
     words = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} actor_rollout_ref.rollout.n=16"
-    (tmp_path / "v.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_batch_size=256 {words}")
+    (tmp_path / "v.sh").write_text(
+        f"python3 -m verl.trainer.main_ppo data.train_batch_size=256 {words}"
+    )
     with pytest.raises(ConfigError, match="4096 responses") as refusal:
         translated("verl", tmp_path / "v.sh")
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ["learning_rate: 1e-4\n", "cutoff_len: 10\nbase_model: x\n"])
-def test_a_file_without_words_of_one_program_alone_asks_for_its_name(tmp_path: Path, text: str) -> None:
+def test_a_file_without_words_of_one_program_alone_asks_for_its_name(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "f.yaml").write_text(text)
     with pytest.raises(ConfigError, match="works: maxbatch import"):
         recognised_format(tmp_path / "f.yaml")
@@ -296,13 +376,16 @@ def test_a_file_without_words_of_one_program_alone_asks_for_its_name(tmp_path: P
 
 def test_deepspeeds_file_is_hjson(tmp_path: Path) -> None:
     text = (
-        '{\n // the batch\n "train_batch_size": 64, # of all\n /* "x": 1, */ "wandb": {"team": "https://a//b",},\n}\n'
+        '{\n // the batch\n "train_batch_size": 64, # of all\n /* "x": 1, */ "wandb": {"team": '
+        '"https://a//b",},\n}\n'
     )
     config, fates = imported("deepspeed", tmp_path / "d.json", text)
     assert config.global_batch_size == 64 and fates["wandb.team"].value == "https://a//b"
 
 
-@pytest.mark.parametrize("name", ["-", "python3 -m maxtext.train base.yml steps=1", "trl sft --max_steps 2"])
+@pytest.mark.parametrize(
+    "name", ["-", "python3 -m maxtext.train base.yml steps=1", "trl sft --max_steps 2"]
+)
 def test_a_command_in_place_of_its_file_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -322,7 +405,10 @@ def test_a_command_in_place_of_its_file_is_one_line(
         ("max_tokens=512 max_target_length=256", "per_device_batch_size=2"),
         ("steps=10ba", "steps=10"),
         ("train_samples=1_000sp", "train_samples=1000"),
-        ("lora_rank=4 load_parameters_path=x lora_targets=q_proj,v_proj", "lora_targets=query,value"),
+        (
+            "lora_rank=4 load_parameters_path=x lora_targets=q_proj,v_proj",
+            "lora_targets=query,value",
+        ),
     ],
 )
 def test_words_of_a_batch_have_a_hint(line: str, works: str) -> None:
@@ -340,14 +426,27 @@ def test_a_typo_is_not_a_word_of_another_framework() -> None:
     ("name", "file", "text"),
     [
         ("hf", "t.py", f"TrainingArguments(max_steps=0x{'f' * 9000})"),
-        ("hf", "t.py", f"TrainingArguments(max_steps={'+'.join(['x'] * 700)}, learning_rate=1e999)"),
+        (
+            "hf",
+            "t.py",
+            f"TrainingArguments(max_steps={'+'.join(['x'] * 700)}, learning_rate=1e999)",
+        ),
         ("torchtitan", "t.toml", f"[training]\nsteps = {'9' * 9000}"),
         ("torchtitan", "t.toml", f"{'.'.join(['a'] * 5000)} = 1"),
-        ("megatron", "m.sh", "python pretrain_gpt.py --micro-batch-size 1.5 --train-iters 10 --seq-length 128"),
+        (
+            "megatron",
+            "m.sh",
+            "python pretrain_gpt.py --micro-batch-size 1.5 --train-iters 10 --seq-length 128",
+        ),
     ],
 )
 def test_odd_numbers_and_depths_are_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, file: str, text: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    file: str,
+    text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / file).write_text(text)

@@ -37,7 +37,9 @@ python3 -m verl.trainer.main_ppo \\
 _SIZES = ("batch_size", "num_generations", "num_minibatches", "num_iterations", "micro_batch_size")
 
 
-def _read(name: str, path: Path, text: str, devices: int | None = 8) -> tuple[Translation, dict[str, Fate]]:
+def _read(
+    name: str, path: Path, text: str, devices: int | None = 8
+) -> tuple[Translation, dict[str, Fate]]:
     path.write_text(text)
     translation, _ = translated(name, path, devices=devices)
     return translation, {fate.word: fate for fate in translation.fates}
@@ -54,15 +56,21 @@ def _sizes(translation: Translation) -> tuple[int, ...]:
         ("", 4, (8, 8, 1, 1, 32)),
         ("steps_per_generation: 8\n", 8, (64, 8, 4, 1, 64)),
         ("generation_batch_size: 512\nnum_iterations: 2\n", 8, (64, 8, 4, 2, 64)),
-        ("steps_per_generation: 1\n", 8, (16, 8, 1, 1, 64)),  # an update of two batches of one policy
+        # an update of two batches of one policy
+        ("steps_per_generation: 1\n", 8, (16, 8, 1, 1, 64)),
     ],
 )
-def test_trls_completions_become_prompts(tmp_path: Path, text: str, devices: int, expected: tuple[int, ...]) -> None:
+def test_trls_completions_become_prompts(
+    tmp_path: Path, text: str, devices: int, expected: tuple[int, ...]
+) -> None:
     for name in ("trl", "hf"):
         translation, fates = _read(name, tmp_path / "t.yml", TRL + text, devices)
         assert _sizes(translation) == expected and translation.framework == "trl"
         assert not [fate for fate in fates.values() if fate.fate == "not supported"]
-    assert translation.settings["loss_agg_mode"] == "token-mean" and translation.settings["grpo_beta"] == "0.0"
+    assert (
+        translation.settings["loss_agg_mode"] == "token-mean"
+        and translation.settings["grpo_beta"] == "0.0"
+    )
     run = tmp_path / "run.yml"
     run.write_text(written(translation, "t.yml"))
     config = load_config(run)
@@ -75,7 +83,12 @@ def test_trls_completions_become_prompts(tmp_path: Path, text: str, devices: int
         ("", None, "per_device_train_batch_size", "--devices N"),
         ("steps_per_generation: 3\n", 8, "steps_per_generation", "updates of 128 completions"),
         ("generation_batch_size: 100\n", 8, "generation_batch_size", "devices divide"),
-        ("steps_per_generation: 2\ngeneration_batch_size: 128\n", 8, "generation_batch_size", "one of"),
+        (
+            "steps_per_generation: 2\ngeneration_batch_size: 128\n",
+            8,
+            "generation_batch_size",
+            "one of",
+        ),
         ("loss_type: dr_grpo\n", 8, "loss_type", "grpo, bnpo, dapo"),
         ("num_iterations: 3\n", 8, "max_steps", "a multiple of 3"),
     ],
@@ -105,7 +118,10 @@ def test_the_processes_of_trls_launcher_are_the_devices_of_its_batch(
     if prompts is None:
         assert "--devices N" in fates["per_device_train_batch_size"].says
         return
-    assert int(translation.settings["batch_size"]) == prompts and fates["num_processes"].fate == "ignored"
+    assert (
+        int(translation.settings["batch_size"]) == prompts
+        and fates["num_processes"].fate == "ignored"
+    )
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
@@ -118,7 +134,11 @@ def test_verls_command_is_answered_with_its_batch_here(
     assert recognised_format(tmp_path / "run.sh") == "verl"
     assert main(["import", name, "run.sh"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and not captured.out and not (tmp_path / "maxbatch.yml").exists()
+    assert (
+        captured.err.count("\n") == 1
+        and not captured.out
+        and not (tmp_path / "maxbatch.yml").exists()
+    )
     for answer in (
         "data.train_batch_size=1024 (verl) is batch_size",
         "ppo_mini_batch_size=256 (verl) maps to num_minibatches",
@@ -133,10 +153,16 @@ def test_verls_command_is_answered_with_its_batch_here(
     ("word", "answer"),
     [
         ("algorithm.adv_estimator", "loss_algo: grpo is grpo; others are not supported"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", "prompts per update: num_minibatches = batch_size / it"),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "prompts per update: num_minibatches = batch_size / it",
+        ),
         ("data.gen_batch_size", "batch_size; filter_groups replaces prompts one by one"),
         ("algorithm.filter_groups.enable", "is filter_groups"),
-        ("algorithm.filter_groups.max_num_gen_batches", "max_prompts_per_batch = it x gen_batch_size"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches",
+            "max_prompts_per_batch = it x gen_batch_size",
+        ),
         ("trainer.total_training_steps", "steps = batches x num_minibatches x num_iterations"),
         ("actor_rollout_ref.actor.clip_ratio_high", "is epsilon_high"),
         ("actor_rollout_ref.actor.clip_ratio_c", "is not supported"),

@@ -1,4 +1,6 @@
-"""The tables of `maxbatch import`: the meaning of rows, and the existence of all named functions."""
+"""The tables of `maxbatch import`: the meaning of rows, and the existence of all named
+functions.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Format:
 @pytest.mark.parametrize(
     ("words", "settings", "fates"),
     [
-        ({"lots": "4"}, {"steps": "4", "learning_rate": "1e-4"}, {"lots": ("mapped", "steps=4: a number", False)}),
+        (
+            {"lots": "4"},
+            {"steps": "4", "learning_rate": "1e-4"},
+            {"lots": ("mapped", "steps=4: a number", False)},
+        ),
         ({"lots": "none"}, {"steps": "7"}, {"lots": ("ignored", "none has no effect", False)}),
         ({"old_lr": "1"}, {"learning_rate": "1"}, {"old_lr": ("mapped", "learning_rate=1", False)}),
         ({"few": "2", "lr": "3"}, {}, {"few": ("needs you", "steps=3: the step", False)}),
@@ -61,13 +67,20 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Format:
     ],
 )
 def test_a_word_takes_the_first_of_its_rows_that_holds(
-    form: Format, words: dict[str, str], settings: dict[str, str], fates: dict[str, tuple[str, str, bool]]
+    form: Format,
+    words: dict[str, str],
+    settings: dict[str, str],
+    fates: dict[str, tuple[str, str, bool]],
 ) -> None:
     t = Translation(words, form.defaults, "maxtext")
     form.translate(t)
     found = {fate.word: (fate.fate, fate.says, fate.is_essential) for fate in t.fates}
     assert settings.items() <= t.settings.items() and fates.items() <= found.items()
-    assert len(t.fates) == len(found) and form.signs == ["lots"] and form.defaults["note"] == "two words"
+    assert (
+        len(t.fates) == len(found)
+        and form.signs == ["lots"]
+        and form.defaults["note"] == "two words"
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -77,9 +90,15 @@ def test_all_that_a_table_names_is_there(name: str) -> None:
         for row in rows:
             terms = [term.strip() for term in row.when.split(" and ")] if row.when else []
             assert all(term[1:] in form.conditions for term in terms if term.startswith(":")), row
-            assert all(table.TERM.fullmatch(term) for term in terms if not term.startswith(":")), row
+            assert all(table.TERM.fullmatch(term) for term in terms if not term.startswith(":")), (
+                row
+            )
             if row.here.startswith("@"):
                 assert set(re.findall(r"@(\w+)", row.here)) <= {*form.rules, *form.sections}, row
-            elif row.here[0] not in "-!>" and row.here.split()[0] not in ("only", "only!!", "assume"):
+            elif row.here[0] not in "-!>" and row.here.split()[0] not in (
+                "only",
+                "only!!",
+                "assume",
+            ):
                 settings = [part for part in row.here.split() if part not in ("?", "x")]
                 assert {part.partition("=")[0] for part in settings} <= set(KEYS), row

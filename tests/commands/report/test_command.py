@@ -19,7 +19,14 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.commands.report import command
 from maxbatch.commands.report.command import make_page, metrics_files
-from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
+from maxbatch.commands.report.runs import (
+    COLUMNS,
+    MOST_POINTS,
+    PANELS,
+    ReportedRun,
+    fitted,
+    smoothed,
+)
 from maxbatch.pages.page import Page, packed_bokeh
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
@@ -33,7 +40,11 @@ pytest.importorskip("bokeh", reason="bokeh is not installed (pip install 'maxbat
 
 
 def page_data(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script id="page-data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
+    found = re.search(
+        r'<script id="page-data" type="application/json">(.*?)</script>',
+        path.read_text(),
+        re.DOTALL,
+    )
     assert found
     return json.loads(found[1])
 
@@ -42,7 +53,9 @@ def test_the_page_needs_nothing_from_a_network(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 3)
     assert main(["report", str(tmp_path / "run")]) == 0
     text = (tmp_path / "run" / "report.html").read_text()
-    assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)\s*=\s*[\"']?(https?:|//)", text)
+    assert not re.search(
+        r"<(script|link|img|iframe)[^>]*\b(src|href)\s*=\s*[\"']?(https?:|//)", text
+    )
     packed = re.search(r'<script id="bokeh" type="text/plain">(.*?)</script>', text)
     assert packed and b"Bokeh" in gzip.decompress(base64.b64decode(packed[1]))
 
@@ -54,7 +67,9 @@ def test_the_page_of_a_small_run_has_less_than_a_megabyte() -> None:
     assert len(Path("page.html").read_bytes()) < 1_000_000
 
 
-def test_the_page_lies_where_it_is_asked_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_lies_where_it_is_asked_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / name, 2)
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
@@ -90,13 +105,22 @@ def test_a_report_without_bokeh_says_what_to_install(
     write_run(Path("a"), 2)
     monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(["report", "a"]) == 2
-    assert "pip install 'maxbatch[report]'" in capsys.readouterr().err and not Path("a/report.html").exists()
+    assert (
+        "pip install 'maxbatch[report]'" in capsys.readouterr().err
+        and not Path("a/report.html").exists()
+    )
 
 
 def test_a_report_is_written_without_jax() -> None:
     write_run(Path("a"), 2)
-    code = "import sys, maxbatch.cli; maxbatch.cli.main(['report', 'a']); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0 and Path("a/report.html").is_file()
+    code = (
+        "import sys, maxbatch.cli; maxbatch.cli.main(['report', 'a']); sys.exit('jax' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code]).returncode == 0
+        and Path("a/report.html").is_file()
+    )
 
 
 def test_a_torn_last_line_is_left_out() -> None:
@@ -109,9 +133,11 @@ def test_a_torn_last_line_is_left_out() -> None:
 def test_long_runs_are_thinned_by_a_rule_that_the_page_states() -> None:
     steps = 2 * MOST_POINTS + 7
     write_run(
-        Path("a"), steps,
-        stage=lambda step: int(step > 30_001), eval_loss=lambda step: 2.5 if step == 777 else ...,
-    )  # fmt: skip
+        Path("a"),
+        steps,
+        stage=lambda step: int(step > 30_001),
+        eval_loss=lambda step: 2.5 if step == 777 else ...,
+    )
     (run,) = fitted([ReportedRun.read(Path("a"), "a")])
     drawn = [run.records[i]["step"] for i in run.drawn]
     assert {1, 777, 30_002, steps} <= set(drawn) and len(drawn) < MOST_POINTS
@@ -129,14 +155,24 @@ def test_a_page_of_long_runs_stays_small_beside_the_plotting_library() -> None:
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
     assert len(Path("page.html").read_bytes()) - len(packed_bokeh()) < 1_500_000
     runs = page_data(Path("page.html"))["runs"]
-    assert all(len(run["axes"]["steps"]) > 1000 and run["axes"]["steps"][-1] == 12_000 for run in runs)
+    assert all(
+        len(run["axes"]["steps"]) > 1000 and run["axes"]["steps"][-1] == 12_000 for run in runs
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "columns", "said"),
     [
-        ((), {"num_micro_batches": 1, "gradient_noise_scale": None}, "each update of this run is a single part"),
-        ((), {"num_micro_batches": 2, "gradient_noise_scale": None}, "no estimate is positive so far"),
+        (
+            (),
+            {"num_micro_batches": 1, "gradient_noise_scale": None},
+            "each update of this run is a single part",
+        ),
+        (
+            (),
+            {"num_micro_batches": 2, "gradient_noise_scale": None},
+            "no estimate is positive so far",
+        ),
         (("gradient_noise_scale=false",), {}, "gradient_noise_scale=false does not measure it"),
         ((), {"num_micro_batches": 1, "gradient_noise_scale": 50.0}, None),
         (("batch_size=4", "gradient_noise_scale=false"), {}, None),
@@ -145,7 +181,12 @@ def test_a_page_of_long_runs_stays_small_beside_the_plotting_library() -> None:
 def test_a_run_without_a_noise_scale_says_why(
     overrides: tuple[str, ...], columns: dict[str, float | None], said: str | None
 ) -> None:
-    write_run(Path("a"), 2, *overrides, **{name: lambda _, value=value: value for name, value in columns.items()})
+    write_run(
+        Path("a"),
+        2,
+        *overrides,
+        **{name: lambda _, value=value: value for name, value in columns.items()},
+    )
     make_page([Path("a")]).write(Path("page.html"))
     text = Path("page.html").read_text()
     assert ("no gradient noise scale" in text) == (said is not None) and (said or "") in text
@@ -154,18 +195,24 @@ def test_a_run_without_a_noise_scale_says_why(
 def test_the_page_may_load_nothing_and_says_so() -> None:
     write_run(Path("a"), 3)
     make_page([Path("a")]).write(Path("page.html"))
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', Path("page.html").read_text())
+    policy = re.search(
+        r'http-equiv="Content-Security-Policy" content="([^"]*)"', Path("page.html").read_text()
+    )
     assert policy and policy[1].startswith("default-src 'none';") and "http" not in policy[1]
 
 
 def test_every_stage_has_its_throughput_and_every_run_its_devices() -> None:
-    write_run(Path("a"), 6, stage=lambda step: int(step > 3), tokens_per_second=lambda step: 100.0 * step)
+    write_run(
+        Path("a"), 6, stage=lambda step: int(step > 3), tokens_per_second=lambda step: 100.0 * step
+    )
     record_devices(Path("a"), DevicesUsed(1, "TPU v5p", 16, 4, 1, {}))
     (run,) = [ReportedRun.read(Path("a"), "a")]
     assert [row[1:5] for row in run.stage_rates()] == [[0, 16, 3, 200.0], [1, 16, 3, 500.0]]
     make_page([Path("a")]).write(Path("page.html"))
     text = Path("page.html").read_text()
-    assert "Throughput by stage" in text and '<td>16 x TPU v5p</td><td class="number">4</td>' in text
+    assert (
+        "Throughput by stage" in text and '<td>16 x TPU v5p</td><td class="number">4</td>' in text
+    )
 
 
 def test_a_sweep_ranks_its_trials_and_marks_the_best() -> None:
@@ -173,7 +220,9 @@ def test_a_sweep_ranks_its_trials_and_marks_the_best() -> None:
     make_page([Path("sw")]).write(Path("page.html"))
     text = Path("page.html").read_text()
     assert text.count("<tr class=best>") == 1
-    ranks = re.findall(r"<tr(?: class=best)?><td class=\"number\">(1|2|–)</td><td class=\"number\">\d</td>", text)
+    ranks = re.findall(
+        r"<tr(?: class=best)?><td class=\"number\">(1|2|–)</td><td class=\"number\">\d</td>", text
+    )
     assert ranks == ["1", "2", "–"]
 
 
@@ -193,7 +242,9 @@ def test_watch_follows_a_run_until_it_is_stopped() -> None:
     assert "refresh" not in page.read_text().split("</head>")[0].split("<style>")[0]
 
 
-def test_watch_draws_a_line_that_came_while_the_page_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_draws_a_line_that_came_while_the_page_was_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_run(Path("a"), 3)
     write, seen = Page.write, []
 
@@ -242,7 +293,8 @@ def test_a_run_has_one_colour_everywhere_and_no_two_share_one() -> None:
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
     data, text = page_data(Path("page.html")), Path("page.html").read_text()
     assert [run["colour"] for run in data["runs"]] == [colour(0), colour(1)]
-    assert all(text.count(f"background:{colour(i)}") == 2 for i in (0, 1))  # in the table, and beside the buttons
+    # in the table, and beside the buttons
+    assert all(text.count(f"background:{colour(i)}") == 2 for i in (0, 1))
 
 
 def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> None:
@@ -253,7 +305,10 @@ def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> N
     text = Path("page.html").read_text()
     assert "16 samples per update = 4 per device x 2 devices x 2 accumulation steps" in text
     assert "Planned for 1 device" not in text
-    assert re.search(r"1</td><td>TPU v4</td>.*>4<.*fsdp 4</td>.*3</td><td>TPU v5p</td>.*>2<.*>2<.*data 2</td>", text)
+    assert re.search(
+        r"1</td><td>TPU v4</td>.*>4<.*fsdp 4</td>.*3</td><td>TPU v5p</td>.*>2<.*>2<.*data 2</td>",
+        text,
+    )
 
 
 def test_where_the_devices_are_unknown_the_page_says_that_it_planned_for_one() -> None:
@@ -281,7 +336,10 @@ def test_configs_are_compared_by_what_differs() -> None:
     write_run(Path("b"), 2, "learning_rate=2e-3")
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
     table = Path("page.html").read_text().split("where the runs differ")[1].split("</table>")[0]
-    assert re.sub("<.*?>", " ", table).split()[-3:] == ["learning_rate", "0.001", "0.002"] and "run_dir" not in table
+    assert (
+        re.sub("<.*?>", " ", table).split()[-3:] == ["learning_rate", "0.001", "0.002"]
+        and "run_dir" not in table
+    )
 
 
 def test_names_from_outside_cannot_become_markup() -> None:
@@ -295,10 +353,14 @@ def test_tokens_are_counted_without_padding_and_those_of_older_lines_are_slots()
     write_run(Path("run"), 4, tokens=lambda step: 100 if step > 2 else ...)
     run = ReportedRun.read(Path("run"), "run")
     assert run.tokens == [512, 1024, 1124, 1224]
-    assert run.summary()[3] == run.totals()["tokens"] == 1224 and run.totals()["tokens_seen"] == 2048
+    assert (
+        run.summary()[3] == run.totals()["tokens"] == 1224 and run.totals()["tokens_seen"] == 2048
+    )
 
 
-def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_what_is_drawn() -> None:
+def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_what_is_drawn() -> (
+    None
+):
     rate = lambda step: 1.0 if step <= 2 else 100.0 + step  # noqa: E731
     write_run(Path("long"), 12, tokens_per_second=rate)
     write_run(Path("short"), 10, tokens_per_second=rate)
@@ -308,19 +370,31 @@ def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_
     assert short.columns(1).columns["tokens_per_second"][:2] == [1.0, 1.0]
     make_page([Path("long")]).write(Path("page.html"))
     text = Path("page.html").read_text()
-    assert "Loss (faint), and its mean over 5 updates" in text and "Throughput, without the first updates" in text
+    assert (
+        "Loss (faint), and its mean over 5 updates" in text
+        and "Throughput, without the first updates" in text
+    )
     assert "this table scrolls sideways" in text
 
 
 def test_every_panels_columns_reach_the_page() -> None:
-    written = ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm")
+    written = (
+        "loss",
+        "global_batch_size",
+        "learning_rate",
+        "tokens_per_second",
+        "step_time_s",
+        "grad_norm",
+    )
     others = set(COLUMNS) - {*written, "smoothed loss"}
     functions = {"reward/is_right", "reward/is_short"}
     write_run(Path("a"), 5, **dict.fromkeys((*others, *functions), lambda step: 1.0))
     make_page([Path("a")]).write(Path("page.html"))
     figures = page_data(Path("page.html"))["figures"]
     assert len(figures) == len(PANELS) + 2, "and one of each of several reward functions"
-    assert {line["column"] for figure in figures for line in figure["lines"]} == set(COLUMNS) | functions
+    assert {line["column"] for figure in figures for line in figure["lines"]} == set(
+        COLUMNS
+    ) | functions
 
 
 def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> None:
@@ -351,8 +425,12 @@ def test_a_hole_in_the_metrics_is_said_and_the_page_is_drawn(number: str) -> Non
 
 
 @pytest.mark.parametrize("file", ["outcome.json", "trial.json", "sweep.json", "devices.json"])
-@pytest.mark.parametrize("content", ["NaN", '{"number": 1e400}', "9" * 400, "[" * 10**5, '{"number": [0]}', "[[]]"])
-def test_a_damaged_file_of_a_study_is_one_line(file: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content", ["NaN", '{"number": 1e400}', "9" * 400, "[" * 10**5, '{"number": [0]}', "[[]]"]
+)
+def test_a_damaged_file_of_a_study_is_one_line(
+    file: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_sweep()
     place = folder.path if file == "sweep.json" else folder.trial_folder(0)
     (place / file).write_text(content)
@@ -362,8 +440,15 @@ def test_a_damaged_file_of_a_study_is_one_line(file: str, content: str, capsys: 
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "é" * 200])
-def test_a_path_that_no_file_system_holds_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["report", path], ["report", "run", "--output", path], ["score", path, "x"], ["export", path]):
+def test_a_path_that_no_file_system_holds_is_one_line(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (
+        ["report", path],
+        ["report", "run", "--output", path],
+        ["score", path, "x"],
+        ["export", path],
+    ):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -383,21 +468,43 @@ def test_the_loads_of_experts_are_drawn_over_time() -> None:
 
     write_run(Path("sparse"), 4, expert_choices=choices)
     make_page([Path("sparse")]).write(Path("page.html"))
-    (drawn,) = [map for figure in page_data(Path("page.html"))["figures"] if (map := figure.get("heatMap"))]
-    assert (drawn["x"], drawn["y"], drawn["values_YxX"]) == ([2, 4], ["0", "1"], [[0.5, 1.0], [1.5, 1.0]])
+    (drawn,) = [
+        map for figure in page_data(Path("page.html"))["figures"] if (map := figure.get("heatMap"))
+    ]
+    assert (drawn["x"], drawn["y"], drawn["values_YxX"]) == (
+        [2, 4],
+        ["0", "1"],
+        [[0.5, 1.0], [1.5, 1.0]],
+    )
 
 
 def _write_sessions(path: Path) -> None:
     parts = {part.value: 0.0 for part in TimePart}
-    one = Session(1e9, 1e9 + 10, 2, 8, 1, 5, parts | {"start_up": 2.0, "updates_kept": 6.0, "updates_lost": 2.0})
-    two = Session(1e9 + 40, 1e9 + 50, 1, 4, 4, 6, parts | {"updates_kept": 10.0, "since_session_before": 30.0})
-    (path / SESSIONS_FILE).write_text("".join(json.dumps(each.to_json()) + "\n" for each in (one, two)))
+    one = Session(
+        1e9,
+        1e9 + 10,
+        2,
+        8,
+        1,
+        5,
+        parts | {"start_up": 2.0, "updates_kept": 6.0, "updates_lost": 2.0},
+    )
+    two = Session(
+        1e9 + 40, 1e9 + 50, 1, 4, 4, 6, parts | {"updates_kept": 10.0, "since_session_before": 30.0}
+    )
+    (path / SESSIONS_FILE).write_text(
+        "".join(json.dumps(each.to_json()) + "\n" for each in (one, two))
+    )
 
 
-def test_a_report_draws_where_the_time_went_and_prints_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_draws_where_the_time_went_and_prints_goodput(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_run(Path("a"), 6)
     assert main(["report", "a"]) == 0
-    assert "goodput" not in capsys.readouterr().err + Path("a/report.html").read_text(), "of a run without sessions"
+    assert "goodput" not in capsys.readouterr().err + Path("a/report.html").read_text(), (
+        "of a run without sessions"
+    )
     _write_sessions(Path("a"))
     assert main(["report", "a"]) == 0
     said = capsys.readouterr().err
@@ -417,7 +524,9 @@ def test_a_report_as_json_has_goodput_and_every_session(capsys: pytest.CaptureFi
     assert found["goodput"] == found["runs"][0]["goodput"] == 0.32
     assert sum(found["seconds"].values()) == 50
     a, b = found["runs"]
-    assert [(each["first_step"], each["updates_lost"], each["hosts"]) for each in a["sessions"]] == [
+    assert [
+        (each["first_step"], each["updates_lost"], each["hosts"]) for each in a["sessions"]
+    ] == [
         (1, 2, 2),
         (4, 0, 1),
     ]

@@ -52,13 +52,21 @@ for (const { series, view, plot } of document.querySelectorAll(".plot")) {
 @pytest.mark.runs
 def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> None:
     records = write_run(
-        Path("a"), 30, eval_loss=lambda step: 1 / step if step % 10 == 0 else ...,
-        gradient_noise_scale=lambda step: 50.0 + step, critical_batch_estimate=lambda step: 60.0,
+        Path("a"),
+        30,
+        eval_loss=lambda step: 1 / step if step % 10 == 0 else ...,
+        gradient_noise_scale=lambda step: 50.0 + step,
+        critical_batch_estimate=lambda step: 60.0,
         loss=lambda step: None if step == 7 else 1 / step,
-    )  # fmt: skip
+    )
     make_sweep()
     page = make_page([Path("a"), Path("sw")])
-    page.figures([loss_against_batch(CURVES), heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS)])
+    page.figures(
+        [
+            loss_against_batch(CURVES),
+            heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS),
+        ]
+    )
     page.write(Path("page.html"))
     for dark in (False, True):
         script = LINES_OF_PLOTS + "return [lines, getComputedStyle(document.body).backgroundColor]"
@@ -76,10 +84,13 @@ def test_a_browser_that_cannot_unpack_the_plots_says_so() -> None:
     write_run(Path("a"), 3)
     make_page([Path("a")]).write(Path("page.html"))
     Path("old.html").write_text(
-        Path("page.html").read_text().replace("<head>", "<head><script>delete window.DecompressionStream</script>")
+        Path("page.html")
+        .read_text()
+        .replace("<head>", "<head><script>delete window.DecompressionStream</script>")
     )
     shown, console = ask(
-        Path("old.html").resolve(), 'return [...document.querySelectorAll(".plot")].map((plot) => plot.textContent)'
+        Path("old.html").resolve(),
+        'return [...document.querySelectorAll(".plot")].map((plot) => plot.textContent)',
     )
     assert console == [] and set(shown) == {"Plots need a browser of 2023 or newer."}
 
@@ -92,7 +103,14 @@ def test_hovering_shows_the_exact_values_of_metrics() -> None:
     assert console == []
     texts = {one["column"]: one["text"] for one in shown}
     last = records[-1]
-    for column in ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s"):
+    for column in (
+        "loss",
+        "eval_loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "step_time_s",
+    ):
         name, value = re.search(rf"({column}) (\S+)", texts[column]).groups()  # type: ignore[union-attr]
         assert float(value) == last[name]
         assert "step 12 · 192 samples · 6,144 tokens · 3 s" in texts[column]
@@ -135,7 +153,9 @@ def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() ->
     assert answer["seen"]["time"] == [0.25 * step for step in range(1, 13)]
     assert all(zoom == pytest.approx([1, 2], abs=0.02) for zoom in answer["zoomed"])
     assert answer["again"] == answer["whole"]
-    assert answer["after"][0] < answer["before"][0], "the y axis fits what is shown of a falling loss"
+    assert answer["after"][0] < answer["before"][0], (
+        "the y axis fits what is shown of a falling loss"
+    )
 
 
 @pytest.mark.runs
@@ -155,10 +175,14 @@ def test_an_axis_of_a_constant_is_of_its_size() -> None:
 def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
     records = write_run(Path("a"), 12, loss=lambda step: float(step))
     make_page([Path("a")]).write(Path("page.html"))
-    move = 'const s = document.getElementById("smoothing"); s.value = 2; s.dispatchEvent(new Event("input"));'
+    move = (
+        'const s = document.getElementById("smoothing"); s.value = 2; s.dispatchEvent(new '
+        'Event("input"));'
+    )
     wait = "await new Promise((next) => setTimeout(next, 500));"
     (lines, said), console = ask(
-        Path("page.html").resolve(), move + wait + LINES_OF_PLOTS + "return [lines, s.nextElementSibling.value]"
+        Path("page.html").resolve(),
+        move + wait + LINES_OF_PLOTS + "return [lines, s.nextElementSibling.value]",
     )
     assert console == [] and said == "mean of 3"
     over = [line["y"] for line in lines if line["column"] == "loss"]
@@ -171,10 +195,17 @@ def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> None:
-    write_run(Path("a"), 30, stage=lambda step: step // 10, tokens_per_second=lambda step: 1234567.0 * step)
+    write_run(
+        Path("a"),
+        30,
+        stage=lambda step: step // 10,
+        tokens_per_second=lambda step: 1234567.0 * step,
+    )
     write_run(Path("a-run-with-a-rather-long-name-of-its-own"), 3)
     make_sweep()
-    make_page([Path("a"), Path("a-run-with-a-rather-long-name-of-its-own"), Path("sw")]).write(Path("page.html"))
+    make_page([Path("a"), Path("a-run-with-a-rather-long-name-of-its-own"), Path("sw")]).write(
+        Path("page.html")
+    )
     script = """
     document.body.style.width = "%dpx"; document.body.style.margin = "0";
     await new Promise((next) => setTimeout(next, 500));
@@ -191,15 +222,29 @@ def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> 
 @pytest.mark.runs
 def test_ticks_are_plain_numbers_and_a_table_of_sessions_fits_a_tablet() -> None:
     write_run(Path("a"), 30)
-    parts = {part.value: 0.0 for part in TimePart} | {"updates_kept": 39000.0, "since_session_before": 14400.0}
+    parts = {part.value: 0.0 for part in TimePart} | {
+        "updates_kept": 39000.0,
+        "since_session_before": 14400.0,
+    }
     sessions = [
-        Session(1.7e9 + 1e5 * i, 1.7e9 + 1e5 * i + 39000, 4, 128, 30 * i + 1, 30 * i + 30, parts) for i in (0, 1)
+        Session(1.7e9 + 1e5 * i, 1.7e9 + 1e5 * i + 39000, 4, 128, 30 * i + 1, 30 * i + 30, parts)
+        for i in (0, 1)
     ]
-    (Path("a") / SESSIONS_FILE).write_text("".join(json.dumps(session.to_json()) + "\n" for session in sessions))
+    (Path("a") / SESSIONS_FILE).write_text(
+        "".join(json.dumps(session.to_json()) + "\n" for session in sessions)
+    )
     page = make_page([Path("a")])
     rates = [2e-7, 1e-5, 1e-4, 1e-3, 0.03]
-    page.figures([Figure("sampled", Axis("rate", "log"), Axis("loss"),
-                         (Series("", "dots", "#123456", rates, [3.0, 2.9, 2.8, 2.9, 3.1], [""] * 5),))])  # fmt: skip
+    page.figures(
+        [
+            Figure(
+                "sampled",
+                Axis("rate", "log"),
+                Axis("loss"),
+                (Series("", "dots", "#123456", rates, [3.0, 2.9, 2.8, 2.9, 3.1], [""] * 5),),
+            )
+        ]
+    )
     page.write(Path("page.html"))
     script = """
     const plots = [...document.querySelectorAll(".plot")].map((box) => box.plot);
@@ -216,7 +261,11 @@ def test_ticks_are_plain_numbers_and_a_table_of_sessions_fits_a_tablet() -> None
 def test_the_browser_test_would_see_an_error() -> None:
     page = Page("broken")
     page.write(Path("page.html"))
-    text = Path("page.html").read_text().replace("<h1>", "<script>console.error('broken')</script><h1>")
+    text = (
+        Path("page.html")
+        .read_text()
+        .replace("<h1>", "<script>console.error('broken')</script><h1>")
+    )
     Path("page.html").write_text(text)
     assert any("broken" in line for line in ask(Path("page.html").resolve(), "return 1")[1])
 
@@ -224,10 +273,17 @@ def test_the_browser_test_would_see_an_error() -> None:
 @pytest.mark.processes
 def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
     ramp = (
-        *TINY_RUN, "run_dir=run", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
-        "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
-        "global_rampup_samples=120", "train_samples=220", "checkpoint_period=4",
-    )  # fmt: skip
+        *TINY_RUN,
+        "run_dir=run",
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2",
+        "per_device_batch_size=6",
+        "gradient_accumulation_steps=3",
+        "global_rampup_samples=120",
+        "train_samples=220",
+        "checkpoint_period=4",
+    )
     process = start("train", *ramp, **Hold(8, Path.cwd()).variables)
     wait_for(lambda: recorded(Path("run")) >= 8, process)
     process.send_signal(signal.SIGKILL)
@@ -239,8 +295,17 @@ def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
     lines, console = ask(Path("run/report.html").resolve(), LINES_OF_PLOTS + "return lines")
     assert console == []
     drawn = {line["column"]: line for line in lines}
-    for column in ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm"):
+    for column in (
+        "loss",
+        "global_batch_size",
+        "learning_rate",
+        "tokens_per_second",
+        "step_time_s",
+        "grad_norm",
+    ):
         assert drawn[column]["x"] == list(range(1, len(records) + 1))
         left_out = 2 if column == "tokens_per_second" else 0  # the first updates
-        assert drawn[column]["y"] == [None] * left_out + [record[column] for record in records[left_out:]]
+        assert drawn[column]["y"] == [None] * left_out + [
+            record[column] for record in records[left_out:]
+        ]
     assert sorted(set(drawn["global_batch_size"]["y"][:-1])) == [6, 12, 18]

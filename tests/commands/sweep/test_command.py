@@ -1,4 +1,6 @@
-"""`maxbatch sweep` as a process: a kill loses and repeats nothing, what fails is recorded, a signal saves."""
+"""`maxbatch sweep` as a process: a kill loses and repeats nothing, what fails is recorded, a signal
+saves.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ def test_the_sweep_itself_leaves_the_accelerator_to_its_trials() -> None:
 def test_a_sweep_of_4_trials_killed_twice_loses_nothing_and_runs_nothing_twice() -> None:
     write_sweep(
         {"learning_rate": ["1e-3", "1e-2"], "global_batch_size": ["2", "6"]},
-        {"steps": 20, "checkpoint_period": 5}, parallel=2,
-    )  # fmt: skip
+        {"steps": 20, "checkpoint_period": 5},
+        parallel=2,
+    )
     folder = SweepFolder(Path("sw"))
 
     def finished() -> dict[Path, bytes]:
@@ -75,7 +78,9 @@ def test_a_sweep_of_4_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
         records = read_metrics(trial.folder)
         assert [record["step"] for record in records] == list(range(1, 21))
         assert records[-1]["global_batch_size"] == int(trial.overrides["global_batch_size"])
-        assert records[2]["learning_rate"] == pytest.approx(float(trial.overrides["learning_rate"]), rel=0.05)
+        assert records[2]["learning_rate"] == pytest.approx(
+            float(trial.overrides["learning_rate"]), rel=0.05
+        )
     assert all((path / "metrics.jsonl").read_bytes() == text for path, text in before.items())
     assert sum(starts_of(trial.folder) for trial in trials) <= 4 + 2 * 2
     table = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith(" done")]
@@ -83,17 +88,23 @@ def test_a_sweep_of_4_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
     assert len(table) == 4 and values == sorted(values)
     best = folder.results("loss")[0]
     assert best.value == pytest.approx(values[0], abs=1e-4)
-    assert f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} " in result.stdout
+    assert (
+        f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} "
+        in result.stdout
+    )
 
     shown, console = ask(
-        Path("sw/sweep.html").resolve(), "return document.querySelector('.plot').series.map(({ y }) => ({ y }))"
+        Path("sw/sweep.html").resolve(),
+        "return document.querySelector('.plot').series.map(({ y }) => ({ y }))",
     )
     assert console == []
     values = {result.value for result in folder.results("loss")}
     assert {value for line in shown for value in line["y"]} == values and len(values) == 4
 
     again = maxbatch("sweep", "sweep.yml", "--json")
-    assert again.returncode == 0 and "trial 0:" not in again.stderr and "best: trial" in again.stderr
+    assert (
+        again.returncode == 0 and "trial 0:" not in again.stderr and "best: trial" in again.stderr
+    )
     assert json.loads(again.stdout) == json.loads(json.dumps(folder.to_dict()))  # and nothing else
 
 
@@ -114,9 +125,14 @@ def test_training_goes_with_a_sweep_that_is_killed() -> None:
 @pytest.mark.processes
 def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75() -> None:
     write_sweep(
-        {"learning_rate": ["1e-2", "1e30"], "synthetic_samples": ["500"], "dataset_type": ["synthetic", "text"]},
-        {"steps": 1_000_000, "max_consecutive_skips": 2}, parallel=4,
-    )  # fmt: skip
+        {
+            "learning_rate": ["1e-2", "1e30"],
+            "synthetic_samples": ["500"],
+            "dataset_type": ["synthetic", "text"],
+        },
+        {"steps": 1_000_000, "max_consecutive_skips": 2},
+        parallel=4,
+    )
     process = start("sweep", "sweep.yml")
     folder = SweepFolder(Path("sw"))
     wait_for(
@@ -142,12 +158,16 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
 
 
 @pytest.mark.processes
-def test_trials_that_met_a_full_disk_have_not_failed_and_the_same_command_trains_them(tmp_path: Path) -> None:
+def test_trials_that_met_a_full_disk_have_not_failed_and_the_same_command_trains_them(
+    tmp_path: Path,
+) -> None:
     with small_disk(tmp_path / "disk", 200) as disk:
         write_sweep(RATES, {"steps": 2}, sweep_dir=str(disk / "sw"))
         full = maxbatch("sweep", "sweep.yml")
         assert full.returncode == 1, full.stderr
-        assert "no space left on the disk" in full.stderr and "3 such faults in a row" in full.stderr
+        assert (
+            "no space left on the disk" in full.stderr and "3 such faults in a row" in full.stderr
+        )
         folder = SweepFolder(disk / "sw")
         assert [result.status for result in folder.results("loss")] == ["unfinished", "unfinished"]
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
@@ -157,7 +177,9 @@ def test_trials_that_met_a_full_disk_have_not_failed_and_the_same_command_trains
 
 
 @pytest.mark.processes
-def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = planned({"learning_rate": ["1e-3"]}, {"steps": 1_000_000})
     folder.base.write_text(SweepFile.read("sweep.yml").base)
 
@@ -171,10 +193,16 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: p
     monkeypatch.setattr(progress, "say", lines.append)
     runs = TrialRuns(folder, study, "loss", progress)
     with locked(folder.path, "sweeps") as lock:
-        assert Supervisor(runs, functools.partial(TrainingProcess, lock), 1, lines.append).train(Stopping())
+        assert Supervisor(runs, functools.partial(TrainingProcess, lock), 1, lines.append).train(
+            Stopping()
+        )
     (result,) = folder.results("loss")
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 1_000_000
-    assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ") and "(1 of 1 trials ended)" in lines[1]
+    assert (
+        len(lines) == 2
+        and lines[1].startswith("trial 0 pruned loss ")
+        and "(1 of 1 trials ended)" in lines[1]
+    )
     assert study.is_exhausted()
 
 
@@ -188,9 +216,14 @@ def test_a_sweep_without_optuna_or_bokeh_says_what_it_needs(
     monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(["sweep", "sweep.yml", "--svg", "plots"]) == 0
     out = capsys.readouterr().out
-    assert "svg: 1 plot in plots" in out and [path.suffix for path in Path("plots").iterdir()] == [".svg"]
+    assert "svg: 1 plot in plots" in out and [path.suffix for path in Path("plots").iterdir()] == [
+        ".svg"
+    ]
     assert "best: trial 0, loss 1.0000" in out and "pip install 'maxbatch[report]'" in out
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", "sweep.yml"]) == 2
     error = capsys.readouterr().err
-    assert error == "maxbatch: error: maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'\n"
+    assert (
+        error
+        == "maxbatch: error: maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'\n"
+    )

@@ -16,13 +16,21 @@ from tests.helpers.sweeps import write_sweep
 @pytest.mark.slow
 @on("gs")
 def test_a_sweep_in_a_bucket_goes_on_from_another_machine(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     sweep_dir = store.bucket() + "/sweep"
     first = {"learning_rate": ["1e-3"]}
     assert main(["sweep", write_sweep(first, {"steps": 2}, sweep_dir=sweep_dir)]) == 0
     there = as_path(sweep_dir)
-    assert {path.name for path in there.iterdir()} == {"base.yml", "sweep.html", "sweep.json", "trials"}
+    assert {path.name for path in there.iterdir()} == {
+        "base.yml",
+        "sweep.html",
+        "sweep.json",
+        "trials",
+    }
     assert "done: step 2" in (there / "trials" / "0000" / "log.txt").read_text()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another machine"))
     (tmp_path / "elsewhere").mkdir()
@@ -33,5 +41,7 @@ def test_a_sweep_in_a_bucket_goes_on_from_another_machine(
     said = capsys.readouterr().out
     assert "trial 1 done" in said and "trial 0 done" not in said
     results = SweepFolder(there).results("loss")
-    assert sorted(one.trial.number for one in results) == [0, 1] and {one.status for one in results} == {"done"}
+    assert sorted(one.trial.number for one in results) == [0, 1] and {
+        one.status for one in results
+    } == {"done"}
     assert main(["report", sweep_dir]) == 0

@@ -1,4 +1,6 @@
-"""A sweep that several machines shared with maxbatch 0.4, in a database: one command reads and continues it."""
+"""A sweep that several machines shared with maxbatch 0.4, in a database: one command reads and
+continues it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.sweep_folder import SweepFolder
 from tests.helpers.sweeps import RATES, planned, write_sweep
 
-optuna = pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
+optuna = pytest.importorskip(
+    "optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')"
+)
 
 STORAGE = "sqlite:///shared.db"
 RATES_RECORDED = {"learning_rate": ["0.001", "0.003"]}
@@ -27,7 +31,9 @@ def test_one_command_continues_a_sweep_that_several_machines_shared() -> None:
     folder = planned(RATES, sampler="optuna", trials=1)  # the trial of this machine
     folder.finish(folder.trials()[0], "done")
     study = optuna.create_study(storage=STORAGE, study_name="sweep")
-    study.set_user_attr("maxbatch_parameters", json.dumps({"metric": "loss", "parameters": RATES_RECORDED}))
+    study.set_user_attr(
+        "maxbatch_parameters", json.dumps({"metric": "loss", "parameters": RATES_RECORDED})
+    )
     here, done, running, lost, surplus = (study.ask() for _ in range(5))
     for trial in (here, done, running):
         trial.suggest_categorical("learning_rate", RATES_RECORDED["learning_rate"])
@@ -43,7 +49,9 @@ def test_one_command_continues_a_sweep_that_several_machines_shared() -> None:
     continued, *new = list(iter(source.next, None))
     assert continued.number == 2 and continued.overrides == running.params
     assert [trial.number for trial in new] == [3, 4] and source.is_exhausted()
-    assert [trial.number for trial in folder.trials()] == [0, 2, 3, 4], "trial 1 ended on its own machine"
+    assert [trial.number for trial in folder.trials()] == [0, 2, 3, 4], (
+        "trial 1 ended on its own machine"
+    )
     assert 0.5 in [trial.value for trial in source._study.trials], "from which the sampler learns"
     assert SweepStudy(sweep, folder).num_trials == 5
     assert Path("shared.db").read_bytes() == before
@@ -72,7 +80,9 @@ def test_a_database_that_cannot_be_read_is_one_line_without_its_password(
 
 def test_a_shared_study_of_other_parameters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     study = optuna.create_study(storage=STORAGE, study_name="sweep")
-    study.set_user_attr("maxbatch_parameters", json.dumps({"metric": "loss", "parameters": {"adam_b1": ["0.9"]}}))
+    study.set_user_attr(
+        "maxbatch_parameters", json.dumps({"metric": "loss", "parameters": {"adam_b1": ["0.9"]}})
+    )
     write_shared_sweep(2)
     assert main(["sweep", "sweep.yml"]) == 2
     assert "study sweep has the parameters {'adam_b1': ['0.9']}, not" in capsys.readouterr().err

@@ -27,5 +27,7 @@ def test_a_grid_with_a_step_is_exact() -> None:
         ("global_batch_size", ["null", "16", "32"], False),
     ],
 )
-def test_lists_that_grow_by_a_ratio_are_drawn_on_a_logarithmic_axis(name: str, texts: list[str], is_log: bool) -> None:
+def test_lists_that_grow_by_a_ratio_are_drawn_on_a_logarithmic_axis(
+    name: str, texts: list[str], is_log: bool
+) -> None:
     assert Choices.read(KEYS[name], [(text, True) for text in texts]).is_log == is_log

@@ -18,15 +18,22 @@ from maxbatch.runs.sweep_folder import SweepFolder
 from tests.helpers.command import maxbatch
 from tests.helpers.sweeps import BASE, RATES, planned, write_evals, write_sweep
 
-optuna = pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
+optuna = pytest.importorskip(
+    "optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')"
+)
 
 
-RANGES = {"learning_rate": {"low": "1e-4", "high": "1e-1", "log": True}, "opt_type": ["adamw", "lion"]}
+RANGES = {
+    "learning_rate": {"low": "1e-4", "high": "1e-1", "log": True},
+    "opt_type": ["adamw", "lion"],
+}
 ON_EVALS = {"sampler": "optuna", "metric": "eval_loss", "base": BASE | {"eval_interval": 2}}
 
 
 def optuna_trials(trials: int, sweep_dir: str = "sw", **settings: Any) -> Any:
-    name = write_sweep(**({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings))
+    name = write_sweep(
+        **({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings)
+    )
     sweep = SweepFile.read(name)
     return SweepStudy(sweep, SweepFolder(sweep.sweep_dir))
 
@@ -47,11 +54,16 @@ def test_optuna_trials_are_as_many_as_asked_for_and_end_with_their_values() -> N
         end(source, trial, status, 3.0, 2.0 + number)
     assert source.next() is None and source.is_exhausted() and source.num_ended == 4
     for study in (source._study, optuna_trials(4)._study):  # and a restart knows them all
-        assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED"]
+        assert [trial.state.name for trial in study.trials] == [
+            "COMPLETE",
+            "COMPLETE",
+            "FAIL",
+            "PRUNED",
+        ]
         assert [trial.value for trial in study.trials[:2]] == [2.0, 3.0]
-        assert float(SweepFolder(Path("sw")).trials()[0].overrides["learning_rate"]) == pytest.approx(
-            study.trials[0].params["learning_rate"], rel=1e-5
-        )
+        assert float(
+            SweepFolder(Path("sw")).trials()[0].overrides["learning_rate"]
+        ) == pytest.approx(study.trials[0].params["learning_rate"], rel=1e-5)
 
 
 def test_a_restart_suggests_what_the_first_start_would_have() -> None:
@@ -74,7 +86,9 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned() -> None:
     write_evals(bad, 3.1)
     for study in (source, optuna_trials(8)):
         assert study.should_prune(good) is None
-        assert study.should_prune(bad) == "eval_loss 3.1000 at 128 tokens is above the others' median"
+        assert (
+            study.should_prune(bad) == "eval_loss 3.1000 at 128 tokens is above the others' median"
+        )
 
 
 def test_a_sweep_without_a_pruner_ends_no_trial_early() -> None:
@@ -91,7 +105,8 @@ def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others() -> None:
     base = BASE | {"steps": 100, "eval_interval": 2, "eval_fraction": "0.1"}
     source = optuna_trials(8, base=base, parallel=2)
     for _ in range(5):
-        end(source, source.next(), "done", *[0.1] * 50)  # at every eval better than any that is trained
+        # at every eval better than any that is trained
+        end(source, source.next(), "done", *[0.1] * 50)
     result = maxbatch("sweep", "sweep.yml")
     assert result.returncode == 0, result.stdout + result.stderr
     stopped = SweepFolder(Path("sw")).results("eval_loss")[5:]
@@ -159,7 +174,9 @@ def test_a_combination_that_the_config_refuses_is_a_failed_trial_and_the_others_
 
 
 def test_combinations_that_are_all_refused_start_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"base_num_query_heads=3.*every one of the 2 combinations"):
+    with pytest.raises(
+        ConfigError, match=r"base_num_query_heads=3.*every one of the 2 combinations"
+    ):
         check_combinations(SweepFile.read(write_sweep({"base_num_query_heads": ["3", "5"]})))
     assert main(["sweep", "sweep.yml"]) == 2 and not Path("sw").exists()
 
@@ -179,11 +196,18 @@ def test_the_random_sampler_is_a_function_of_seed_and_number() -> None:
         "train_samples": {"low": "1K", "high": "1M", "log": True},
     }
     few = overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="few"))
-    assert overrides_of(planned(parameters, sampler="random", trials=5, sweep_dir="more"))[:3] == few
-    assert overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="other", seed=1)) != few
+    assert (
+        overrides_of(planned(parameters, sampler="random", trials=5, sweep_dir="more"))[:3] == few
+    )
+    assert (
+        overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="other", seed=1))
+        != few
+    )
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     swept = SweepFile.read("sweep.yml").parameters
-    drawn = [{p.key.name: p.suggest(trial) for p in swept} for trial in (study.ask() for _ in range(200))]
+    drawn = [
+        {p.key.name: p.suggest(trial) for p in swept} for trial in (study.ask() for _ in range(200))
+    ]
     assert all(1e-4 <= float(d["learning_rate"]) <= 1e-2 for d in drawn)
     assert 70 < sum(float(d["learning_rate"]) < 1e-3 for d in drawn) < 130
     assert {int(d["global_batch_size"]) for d in drawn} == set(range(4, 65, 4))
@@ -209,7 +233,12 @@ def test_a_random_sweep_may_have_more_trials() -> None:
 @pytest.mark.parametrize(
     ("parameters", "base", "settings", "difference"),
     [
-        ({"learning_rate": ["1e-3"]}, {}, {}, r"learning_rate=0\.003 \(trial 1\), which parameters no longer hold"),
+        (
+            {"learning_rate": ["1e-3"]},
+            {},
+            {},
+            r"learning_rate=0\.003 \(trial 1\), which parameters no longer hold",
+        ),
         (RATES, {"steps": 5}, {}, r"steps=4, not 5 \(trial 0\)"),
         ({"adam_b1": ["0.9"]}, {}, {}, r"no longer hold"),
         (RATES, {}, {"sampler": "random", "trials": 2}, "sampler: grid, not random"),
@@ -233,12 +262,18 @@ def test_the_environment_of_a_trial_is_part_of_its_config(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("sampler", ["grid", "random"])
 def test_a_sweep_that_another_version_began_goes_on(sampler: str) -> None:
-    swept = RATES if sampler == "grid" else {"learning_rate": {"low": "1e-4", "high": "1e-2", "log": True}}
+    swept = (
+        RATES
+        if sampler == "grid"
+        else {"learning_rate": {"low": "1e-4", "high": "1e-2", "log": True}}
+    )
     settings: dict[str, Any] = {"sampler": sampler} | ({"trials": 2} if sampler == "random" else {})
     folder = planned(swept, **settings)
     first, second = folder.trials()
     if sampler == "random":  # numbers that another generator drew
-        second = folder.add(1, {"learning_rate": "0.00123"}, {**second.config, "learning_rate": "0.00123"})
+        second = folder.add(
+            1, {"learning_rate": "0.00123"}, {**second.config, "learning_rate": "0.00123"}
+        )
     write_evals(first, 3.0)
     folder.finish(first, "done")
     study = SweepStudy(SweepFile.read("sweep.yml"), folder)

@@ -28,7 +28,10 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
         ("parallel: [1]", "parallel takes one value"),
         ("sampler: random", "trials must be a number"),
         ("trials: 3", "trials=3: must not be given for a grid"),
-        ("storage: sqlite:///x.db", "storage=sqlite:///x.db: must not be given where sampler is grid"),
+        (
+            "storage: sqlite:///x.db",
+            "storage=sqlite:///x.db: must not be given where sampler is grid",
+        ),
         ("base: {run_dir: x}", "run_dir: each trial has its own"),
         ("base: 3", "must be lines of `key: value`"),
         ("base: {stepz: 3}", "unknown key stepz; nearest: steps"),
@@ -38,7 +41,9 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_a_bad_sweep_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+def test_a_bad_sweep_file_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
     Path("sweep.yml").write_text(f"parameters: {{learning_rate: [1e-3]}}\n{text}\n")
     assert main(["sweep", "sweep.yml"]) == 2
     captured = capsys.readouterr()
@@ -56,21 +61,42 @@ def test_a_bad_sweep_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixt
         ("{steps: []}", "a list must hold at least one value"),
         ("{steps: 3}", "steps=3: must be a list of values or {low, high, log}; works: [3]"),
         ("{steps: [3, x]}", "steps=x: must be a whole number"),
-        ("{learning_rate: [3e-3, 0.003]}", "learning_rate=0.003: must be in its list once; works: [0.003]"),
+        (
+            "{learning_rate: [3e-3, 0.003]}",
+            "learning_rate=0.003: must be in its list once; works: [0.003]",
+        ),
         ("{steps: {low: 1}}", "a range must state low and high"),
-        ("{global_batch_size: {low: 1Mit, high: 2Mit}}", "must be numbers of samples; works: a list, [1Mit, 2Mit]"),
+        (
+            "{global_batch_size: {low: 1Mit, high: 2Mit}}",
+            "must be numbers of samples; works: a list, [1Mit, 2Mit]",
+        ),
         ("{steps: {low: 1, high: 2, lag: true}}", "unknown key lag of a range; nearest: log"),
         ("{steps: {low: 5, high: 2}}", "low=5 must be less than high=2; works: {low: 2, high: 5}"),
         ("{steps: {low: 1, high: 9}}", "a grid needs a list of values, or a step; works: [1, 9]"),
-        ("{steps: {low: 1, high: 9, step: 0.5}}", "step=0.5 must be a whole number greater than 0; works: step: 1"),
-        ("{steps: {low: 1, high: 9, step: 10}}", "step=10 must be at most high - low; works: step: 8"),
+        (
+            "{steps: {low: 1, high: 9, step: 0.5}}",
+            "step=0.5 must be a whole number greater than 0; works: step: 1",
+        ),
+        (
+            "{steps: {low: 1, high: 9, step: 10}}",
+            "step=10 must be at most high - low; works: step: 8",
+        ),
         ("{steps: {low: 1, high: 9, log: 3}}", "log=3 must be true or false; works: log: true"),
-        ("{steps: {low: 1, high: 9, log: true, step: 1}}", "step=1 must not be given where log is true"),
-        ("{adam_b1: {low: 0, high: 0.9, log: true}}", "low=0 must be greater than 0 where log is true"),
+        (
+            "{steps: {low: 1, high: 9, log: true, step: 1}}",
+            "step=1 must not be given where log is true",
+        ),
+        (
+            "{adam_b1: {low: 0, high: 0.9, log: true}}",
+            "low=0 must be greater than 0 where log is true",
+        ),
         ("{dtype: {low: 1, high: 9}}", "dtype: takes no numbers"),
-        ("{steps: {low: 1, high: 900000, step: 1}, eval_steps: [1]}", "more than 10,000; works: step: "),
+        (
+            "{steps: {low: 1, high: 900000, step: 1}, eval_steps: [1]}",
+            "more than 10,000; works: step: ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_parameters_are_refused_with_what_works(parameters: str, said: str) -> None:
     Path("sweep.yml").write_text(f"metric: loss\nparameters: {parameters}\n")
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -84,7 +110,9 @@ def test_a_missing_file_names_a_ready_one(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_base_config_whose_name_no_file_system_holds_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "sweep.yml").write_text(f"base:\n  base_config: {'9' * 4000}\nparameters:\n  learning_rate: [1e-3]\n")
+    (tmp_path / "sweep.yml").write_text(
+        f"base:\n  base_config: {'9' * 4000}\nparameters:\n  learning_rate: [1e-3]\n"
+    )
     sweep = SweepFile.read(str(tmp_path / "sweep.yml"))
     with pytest.raises(ConfigError, match="cannot be read"):
         sweep.resolved({"learning_rate": "1e-3"})

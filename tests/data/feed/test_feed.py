@@ -1,4 +1,6 @@
-"""The step that starts at s trains on exactly stream[s : s + B], each sample at its planned place."""
+"""The step that starts at s trains on exactly stream[s : s + B], each sample at its planned
+place.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_every_step_gets_exactly_its_samples_in_order() -> None:
     with make_feed() as feed:
         for staged in feed:
             wanted = stream.read(position, position + staged.planned.num_rows)
-            for name, array in zip(("tokens", "segments", "weights"), staged.batch[:3], strict=True):
+            for name, array in zip(
+                ("tokens", "segments", "weights"), staged.batch[:3], strict=True
+            ):
                 rows = np.asarray(array).reshape(-1, LENGTH)
                 np.testing.assert_array_equal(rows[: staged.planned.num_rows], wanted[name])
                 assert name == "tokens" or not rows[staged.planned.num_rows :].any(), (

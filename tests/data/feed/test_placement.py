@@ -37,7 +37,9 @@ def test_rows_lie_in_order_and_the_rest_is_padding(num_rows: int) -> None:
 @pytest.mark.parametrize("micro_batch", [8, 16, 24])
 @pytest.mark.parametrize("expansion", [2, 4])
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(micro_batch: int, expansion: int, tensor: int) -> None:
+def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(
+    micro_batch: int, expansion: int, tensor: int
+) -> None:
     loads = [is_loading(device // 2, expansion) for device in range(8)]  # four hosts of two devices
     placement = placement_of(expansion, loads, f"ici_tensor_parallelism={tensor}")
     shape = BatchShape(micro_batch, 2)
@@ -56,14 +58,24 @@ def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(micro_batch: int
 
 
 @pytest.mark.parametrize("expansion", [2, 4])
-def test_a_loading_host_stages_e_shares_and_any_other_placeholders_of_its_own(expansion: int) -> None:
-    """24 rows on 8 devices are 3 rows each: a loading device stages e arrays of so many, any other one."""
+def test_a_loading_host_stages_e_shares_and_any_other_placeholders_of_its_own(
+    expansion: int,
+) -> None:
+    """24 rows on 8 devices are 3 rows each: a loading device stages e arrays of so many, any other
+    one.
+    """
     placement = placement_of(expansion, [is_loading(device, expansion) for device in range(8)])
     tokens = placement.abstract_batch(shape := BatchShape(24, 2)).tokens
-    assert [part.sharding.shard_shape(part.shape) for part in tokens] == [(2, 3, LENGTH)] * expansion
+    assert [part.sharding.shard_shape(part.shape) for part in tokens] == [
+        (2, 3, LENGTH)
+    ] * expansion
     staged = placement.stage(some_rows(48), 48, shape).tokens
-    rows_of_device = np.array([[shard.data.any(axis=(0, 2)).sum() for shard in x.addressable_shards] for x in staged])
-    assert rows_of_device.sum(axis=0).tolist() == [3 * expansion * loads for loads in placement._device_loads]
+    rows_of_device = np.array(
+        [[shard.data.any(axis=(0, 2)).sum() for shard in x.addressable_shards] for x in staged]
+    )
+    assert rows_of_device.sum(axis=0).tolist() == [
+        3 * expansion * loads for loads in placement._device_loads
+    ]
     placeholders = placement.padding(shape).tokens
     assert all(part is placeholders[0] for part in placeholders), "one array stands for all"
 
@@ -74,12 +86,33 @@ def test_padding_is_made_once() -> None:
 
 
 def test_a_share_reads_the_rows_of_its_slots_batch_after_batch() -> None:
-    """Two batches of 16 rows in micro-batches of 8, then a last one of 5; this host has slots 2, 3, 6 and 7."""
+    """Two batches of 16 rows in micro-batches of 8, then a last one of 5; this host has slots 2, 3,
+    6 and 7.
+    """
     placement = placement_of()
     placement.local_rows = lambda shape: np.array([[[2, 3, 6, 7]], [[10, 11, 14, 15]]])  # type: ignore[method-assign]
     shape = BatchShape(8, 2)
     order = HostOrder(placement, [BatchSeries(100, 16, 2, shape), BatchSeries(132, 5, 1, shape)])
-    everything = [102, 103, 106, 107, 110, 111, 114, 115, 118, 119, 122, 123, 126, 127, 130, 131, 134, 135]
+    everything = [
+        102,
+        103,
+        106,
+        107,
+        110,
+        111,
+        114,
+        115,
+        118,
+        119,
+        122,
+        123,
+        126,
+        127,
+        130,
+        131,
+        134,
+        135,
+    ]
     assert len(order) == len(everything)
     for first in range(len(everything)):
         for stop in range(first, len(everything) + 1):

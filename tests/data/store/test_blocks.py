@@ -1,4 +1,6 @@
-"""Hashes of blocks: damaged data are refused by file and block, and no other data are trained on in their place."""
+"""Hashes of blocks: damaged data are refused by file and block, and no other data are trained on in
+their place.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,15 @@ STRATEGIES = ((), ("packing=false",), ("packing_strategy=best_fit",), ("eval_fra
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     texts = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in some_texts(400)])
-    main(["prepare", "dataset_type=jsonl", f"dataset_path={texts}", "--output", str(tmp_path / "tokens")])
+    main(
+        [
+            "prepare",
+            "dataset_type=jsonl",
+            f"dataset_path={texts}",
+            "--output",
+            str(tmp_path / "tokens"),
+        ]
+    )
     return tmp_path / "tokens"
 
 
@@ -63,7 +73,9 @@ def without_hashes(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_nothing_is_read_in_its_place(folder: Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_read_in_its_place(
+    folder: Path, name: str, damage: str
+) -> None:
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(DAMAGES[damage](content))
     with pytest.raises(ConfigError) as refused:
@@ -78,7 +90,9 @@ def test_a_damaged_file_is_named_and_nothing_is_read_in_its_place(folder: Path, 
 
 @pytest.mark.parametrize("settings", STRATEGIES)
 @pytest.mark.parametrize("damage", ("swapped halves", "cut short"))
-def test_tokens_damaged_in_mid_run_are_refused(folder: Path, damage: str, settings: tuple[str, ...]) -> None:
+def test_tokens_damaged_in_mid_run_are_refused(
+    folder: Path, damage: str, settings: tuple[str, ...]
+) -> None:
     stream = open_stream(config_on(folder, *settings))
     with open(folder / "tokens.bin", "rb") as file:
         content = file.read()
@@ -132,23 +146,36 @@ def test_a_store_that_changes_after_a_run_read_it_is_named_before_a_save(
             flip(folder / name, 300)
             check_watched()  # the former content
         os.truncate(folder / "tokens.bin", 1000)
-        with pytest.raises(ConfigError, match=r"tokens\.bin: has changed since this start hashed it"):
+        with pytest.raises(
+            ConfigError, match=r"tokens\.bin: has changed since this start hashed it"
+        ):
             check_watched()
 
 
 @pytest.mark.parametrize("strategy", ["concatenate", "best_fit"])
-def test_what_the_cache_holds_of_a_dataset_is_watched_and_may_be_removed(tmp_path: Path, strategy: str) -> None:
+def test_what_the_cache_holds_of_a_dataset_is_watched_and_may_be_removed(
+    tmp_path: Path, strategy: str
+) -> None:
     texts = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in some_texts(200)])
-    keys = ["dataset_type=jsonl", f"dataset_path={texts}", f"packing_strategy={strategy}", "max_target_length=64"]
+    keys = [
+        "dataset_type=jsonl",
+        f"dataset_path={texts}",
+        f"packing_strategy={strategy}",
+        "max_target_length=64",
+    ]
     for _ in ("tokenised now", "found"):
         with watching():
             stream = open_stream(load_config(overrides=[*keys, f"data_cache_dir={tmp_path}/cache"]))
             epoch(stream)
             kinds = ["tokens", *(["packing"] if strategy == "best_fit" else [])]
             for kind in kinds:
-                (file,) = (tmp_path / "cache" / kind).glob("*/tokens.bin" if kind == "tokens" else "*")
+                (file,) = (tmp_path / "cache" / kind).glob(
+                    "*/tokens.bin" if kind == "tokens" else "*"
+                )
                 flip(file, file.stat().st_size - 300)
-                with pytest.raises(ConfigError, match=rf"{file.name}: has changed since this start hashed it"):
+                with pytest.raises(
+                    ConfigError, match=rf"{file.name}: has changed since this start hashed it"
+                ):
                     check_watched()
                 flip(file, file.stat().st_size - 300)
             check_watched()
@@ -157,7 +184,9 @@ def test_what_the_cache_holds_of_a_dataset_is_watched_and_may_be_removed(tmp_pat
             epoch(stream)  # its maps have the content
 
 
-def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_shard_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)  # a job for each file
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     halves = {"a0.jsonl": lines[:200], "a1.jsonl": lines[200:]}
@@ -167,9 +196,14 @@ def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pyt
     keys = ["dataset_type=jsonl", f"dataset_path={path}", "--shard-tokens", "4000"]
     main(["prepare", *keys, "--output", str(tmp_path / "many")])
     shard = tmp_path / "many" / "tokens-00000.bin"
-    assert open_stream(config_on(tmp_path / "many")).identity == open_stream(config_on(folder)).identity
+    assert (
+        open_stream(config_on(tmp_path / "many")).identity
+        == open_stream(config_on(folder)).identity
+    )
     shard.write_bytes(DAMAGES["a flipped bit"](shard.read_bytes()))
-    with pytest.raises(ConfigError, match=r"tokens-00000\.bin: .* block 2 \(bytes 256 on\) differs from its hash"):
+    with pytest.raises(
+        ConfigError, match=r"tokens-00000\.bin: .* block 2 \(bytes 256 on\) differs from its hash"
+    ):
         epoch(open_stream(config_on(tmp_path / "many")))
     flip(shard, 300)
     with watching():
@@ -181,7 +215,15 @@ def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_files_of_another_store_are_refused_with_their_hashes(folder: Path, tmp_path: Path) -> None:
     texts = write_jsonl(tmp_path / "b.jsonl", [{"text": text[::-1]} for text in some_texts(400)])
-    main(["prepare", "dataset_type=jsonl", f"dataset_path={texts}", "--output", str(tmp_path / "other")])
+    main(
+        [
+            "prepare",
+            "dataset_type=jsonl",
+            f"dataset_path={texts}",
+            "--output",
+            str(tmp_path / "other"),
+        ]
+    )
     for name in ("tokens.bin", "offsets.npy", "blocks.bin"):
         shutil.copy(tmp_path / "other" / name, folder / name)
     with pytest.raises(ConfigError, match=r"tokens\.bin: .* differs from its hash"):
@@ -193,7 +235,12 @@ def test_the_cache_takes_neither_the_store_nor_the_packing_of_other_data(tmp_pat
         path = tmp_path / name
         if not path.exists():
             write_jsonl(path, [{"text": text} for text in texts])
-        keys = ["dataset_type=jsonl", f"dataset_path={path}", "packing_strategy=best_fit", "max_target_length=64"]
+        keys = [
+            "dataset_type=jsonl",
+            f"dataset_path={path}",
+            "packing_strategy=best_fit",
+            "max_target_length=64",
+        ]
         return open_stream(load_config(overrides=[*keys, f"data_cache_dir={tmp_path}/cache"]))
 
     texts = some_texts(200)
@@ -218,7 +265,15 @@ def test_a_store_without_hashes_is_the_same_stream_with_one_warning(
     assert capsys.readouterr().err.count("made without hashes") == 1
     assert old.identity == new.identity
     np.testing.assert_array_equal(old.read(0, 20)["tokens"], expected["tokens"])
-    main(["prepare", "dataset_type=jsonl", f"dataset_path={folder.parent}/a.jsonl", "--output", str(folder)])
+    main(
+        [
+            "prepare",
+            "dataset_type=jsonl",
+            f"dataset_path={folder.parent}/a.jsonl",
+            "--output",
+            str(folder),
+        ]
+    )
     assert load_folder(folder).blocks is not None, "prepared again, it has them"
 
 
@@ -245,7 +300,13 @@ def bucket_folder(store: Store, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "is_ranged"),
-    [("tokens.bin", False), ("tokens.bin", True), ("offsets.npy", False), ("offsets.npy", True), ("blocks.bin", False)],
+    [
+        ("tokens.bin", False),
+        ("tokens.bin", True),
+        ("offsets.npy", False),
+        ("offsets.npy", True),
+        ("blocks.bin", False),
+    ],
 )
 def test_a_block_damaged_in_a_bucket_in_mid_run_is_named(
     bucket_folder: str, name: str, is_ranged: bool, monkeypatch: pytest.MonkeyPatch
@@ -260,7 +321,9 @@ def test_a_block_damaged_in_a_bucket_in_mid_run_is_named(
     if name == "offsets.npy" and not is_ranged:
         stream.read(0, 20)  # it was read whole when the stream was opened
         stream = None
-    with pytest.raises(ConfigError, match=r"(tokens\.bin|offsets\.npy): .*block \d+ .*differs from its hash"):
+    with pytest.raises(
+        ConfigError, match=r"(tokens\.bin|offsets\.npy): .*block \d+ .*differs from its hash"
+    ):
         epoch(stream or open_stream(config_on(bucket_folder)))
 
 

@@ -1,4 +1,6 @@
-"""The table of documents of a store: the same answers whole and by range, in little memory and few requests."""
+"""The table of documents of a store: the same answers whole and by range, in little memory and few
+requests.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Computed:
         return self.starts(np.arange(first, last)).tobytes()
 
 
-def ranged(saved: Saved | Computed, num_documents: int, num_tokens: int, checksum: int = 0) -> RangedTable:
+def ranged(
+    saved: Saved | Computed, num_documents: int, num_tokens: int, checksum: int = 0
+) -> RangedTable:
     return RangedTable(saved, num_documents, num_tokens, None, checksum)  # type: ignore[arg-type]
 
 
@@ -115,7 +119,9 @@ def test_a_pass_over_a_table_reads_it_once_and_compares_its_checksum(num_documen
         for changed in {5, len(saved.content) - 1}:  # of the header, and of the last start
             damaged = bytearray(saved.content)
             damaged[changed] ^= 1
-            with pytest.raises(ConfigError, match="it differs from its checksum; prepare the store again"):
+            with pytest.raises(
+                ConfigError, match="it differs from its checksum; prepare the store again"
+            ):
                 list(ranged(saved, num_documents, int(offsets[-1]), zlib.crc32(damaged)).runs())
 
 
@@ -147,7 +153,9 @@ def test_memory_and_requests_do_not_grow_with_the_table(monkeypatch: pytest.Monk
 def test_a_table_that_is_damaged_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_table, "BLOCK_DOCUMENTS", 8)
     offsets = np.arange(100)
-    with pytest.raises(ConfigError, match="ends at token 99, and the store has 98; prepare the store again"):
+    with pytest.raises(
+        ConfigError, match="ends at token 99, and the store has 98; prepare the store again"
+    ):
         ranged(Saved(offsets), 99, 98)
     with pytest.raises(ConfigError, match="it has 100 numbers of int64"):
         ranged(Saved(offsets), 98, 98)

@@ -22,7 +22,9 @@ def write(path: Path, content: str | bytes) -> Path:
 def test_a_text_folder_is_its_files_in_order_of_their_names(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "a/b/c.txt", "a.txt", ".hidden", ".git/config"):
         write(tmp_path / "data" / name, name)
-    assert texts(source("text", tmp_path / "data")) == sorted(["b.txt", "a/z.txt", "a/b/c.txt", "a.txt"])
+    assert texts(source("text", tmp_path / "data")) == sorted(
+        ["b.txt", "a/z.txt", "a/b/c.txt", "a.txt"]
+    )
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
@@ -39,7 +41,9 @@ def test_a_glob_finds_files_in_folders_below(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["x/*.md", "./x/*.md", "x//*.md"])
 def test_files_have_the_same_names_however_their_path_is_spelled(tmp_path: Path, path: str) -> None:
     write(tmp_path / "x/1.md", "one")
-    assert [file[:3] for file in source("text", path).files] == [(f"{tmp_path}/x/1.md", "x/1.md", 3)]
+    assert [file[:3] for file in source("text", path).files] == [
+        (f"{tmp_path}/x/1.md", "x/1.md", 3)
+    ]
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
@@ -49,7 +53,10 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
 
 
 def test_jsonl_lines_are_documents_and_blank_lines_are_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"id": 3, "text": "tw\\u00f6\\n"}')
+    path = write(
+        tmp_path / "a.jsonl",
+        b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"id": 3, "text": "tw\\u00f6\\n"}',
+    )
     assert texts(source("jsonl", path)) == ["one", "twö\n"]
 
 
@@ -78,7 +85,9 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("problem", BAD_LINES)
 def test_a_bad_record_is_named_by_file_and_line_or_left_out(tmp_path: Path, problem: str) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"text": "one"}\n' + BAD_LINES[problem] + b'\n{"text": "three"}\n')
+    path = write(
+        tmp_path / "a.jsonl", b'{"text": "one"}\n' + BAD_LINES[problem] + b'\n{"text": "three"}\n'
+    )
     with pytest.raises(ConfigError) as raised:
         texts(source("jsonl", path))
     message = str(raised.value)
@@ -108,7 +117,9 @@ def test_a_file_that_is_no_text_is_named_or_left_out(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, kind: str, path: str, problem: str) -> None:
+def test_a_path_that_leads_nowhere_is_named(
+    tmp_path: Path, kind: str, path: str, problem: str
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     write(tmp_path / "around/a.jsonl", "{}")
@@ -122,7 +133,9 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, kind: str, path: str
 @pytest.mark.parametrize("path", ["fifo", "/dev/zero", "/dev/null", "fif[o]"])
 def test_what_is_no_regular_file_is_one_line(kind: str, path: str) -> None:
     os.mkfifo("fifo")
-    with pytest.raises(ConfigError, match=r"dataset_path='.*': (not a regular file|the glob matches no file)"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_path='.*': (not a regular file|the glob matches no file)"
+    ):
         source(kind, path)
 
 
@@ -156,7 +169,15 @@ def test_the_standard_library_is_modules_without_tests_bundles_and_empty_files()
     assert {"argparse.py", "json/encoder.py"} < set(names)
     assert all(name.endswith(".py") for name in names) and all(file.size for file in files)
     folders = {part for name in names for part in name.split("/")[:-1]}
-    assert not folders & {"test", "tests", "site-packages", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
+    assert not folders & {
+        "test",
+        "tests",
+        "site-packages",
+        "__pycache__",
+        "idlelib",
+        "lib2to3",
+        "ensurepip",
+    }
 
 
 def test_the_standard_librarys_held_out_files_are_all_there() -> None:

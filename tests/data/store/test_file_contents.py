@@ -21,7 +21,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_files(count: int) -> Iterator[SourceFile]:
-    for name, path in in_order((f"doc-{number * 7919 % count}.txt", f"/data/{number}") for number in range(count)):
+    for name, path in in_order(
+        (f"doc-{number * 7919 % count}.txt", f"/data/{number}") for number in range(count)
+    ):
         yield SourceFile(path, name, 5, 1, (), f"5 {name}")
 
 
@@ -46,7 +48,9 @@ def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
 
 def test_the_cache_holds_the_same_bytes_of_a_long_list_as_of_a_list(tmp_path: Path) -> None:
     lines = ["1 2 3 4 abc", 'quote "', "back\\", "żółw", ""] * 20
-    assert cache_file(str(tmp_path), "contents", LongList(lines)) == cache_file(str(tmp_path), "contents", lines)
+    assert cache_file(str(tmp_path), "contents", LongList(lines)) == cache_file(
+        str(tmp_path), "contents", lines
+    )
     file = cache_file(str(tmp_path), "contents", lines)
     keep(file, {"files": lines, "are_first": True})
     expected = file.read_bytes()
@@ -55,7 +59,13 @@ def test_the_cache_holds_the_same_bytes_of_a_long_list_as_of_a_list(tmp_path: Pa
     found = recall_list(file, "files")
     assert found is not None and list(found[0]) == lines and found[1] == {"are_first": True}
     assert recall(file) == {"files": lines, "are_first": True}
-    damaged = (expected[:-1], expected[:20], b"", expected.replace(b"abc", b"abd", 1), b'[{"other": []}, 1]')
+    damaged = (
+        expected[:-1],
+        expected[:20],
+        b"",
+        expected.replace(b"abc", b"abd", 1),
+        b'[{"other": []}, 1]',
+    )
     for content in damaged:
         file.write_bytes(content)
         assert recall_list(file, "files") is None
@@ -73,13 +83,17 @@ def test_a_file_is_hashed_again_only_if_it_changed(tmp_path: Path) -> None:
         return files_below(folder, bool, bool)
 
     assert known_contents(listed(), cache) is None
-    hashes = [hashlib.sha256(hashlib.sha256(text).digest()[:16] if text else b"").hexdigest()[:32]
-              for text in (b"text" * number for number in range(40))]  # fmt: skip
+    hashes = [
+        hashlib.sha256(hashlib.sha256(text).digest()[:16] if text else b"").hexdigest()[:32]
+        for text in (b"text" * number for number in range(40))
+    ]
     assert list(contents_of(listed(), cache).hashes) == hashes
     known = known_contents(listed(), cache)
     assert known is not None and list(known.hashes) == hashes and known.are_first
     (folder / "07").write_text("TEXT" * 7)
     assert known_contents(listed(), cache) is None
     contents = contents_of(listed(), cache)
-    assert [number for number, found in enumerate(contents.hashes) if found != hashes[number]] == [7]
+    assert [number for number, found in enumerate(contents.hashes) if found != hashes[number]] == [
+        7
+    ]
     assert not contents.are_first

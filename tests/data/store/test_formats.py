@@ -63,7 +63,9 @@ def write_array(path: Path, values: list[str], field: str = "text") -> Path:
 
 def write_object(path: Path, values: list[str], field: str = "text") -> Path:
     about = {"version": 1.5, "tags": ["a", [1]], "more": {"rows": [{"text": "no"}]}}
-    path.write_text(json.dumps({**about, "rows": [{field: value} for value in values], "end": None}))
+    path.write_text(
+        json.dumps({**about, "rows": [{field: value} for value in values], "end": None})
+    )
     return path
 
 
@@ -120,7 +122,9 @@ def byte_strings(*values: bytes) -> bytes:
 
 
 def integers(*values: int) -> bytes:
-    return length_delimited(3, length_delimited(1, b"".join(varint(value % 2**64) for value in values)))
+    return length_delimited(
+        3, length_delimited(1, b"".join(varint(value % 2**64) for value in values))
+    )
 
 
 def masked_crc(data: bytes) -> bytes:
@@ -136,7 +140,9 @@ def framed(record: bytes) -> bytes:
 
 
 def write_tfrecord(path: Path, values: list[str]) -> Path:
-    path.write_bytes(b"".join(framed(example({"text": byte_strings(value.encode())})) for value in values))
+    path.write_bytes(
+        b"".join(framed(example({"text": byte_strings(value.encode())})) for value in values)
+    )
     return path
 
 
@@ -171,7 +177,9 @@ def test_every_format_gives_the_texts_in_order(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_pieces_give_what_the_whole_file_gives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_give_what_the_whole_file_gives(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, file_name, write = WRITERS[name]
     values = [f"{number} " + "x" * (number * 7 % 50) for number in range(300)]
     path = write(tmp_path / file_name, values)
@@ -214,14 +222,20 @@ def test_a_line_of_any_length_is_one_bad_record_and_is_not_held_in_memory(
     path = write(tmp_path / "a.jsonl", ["one", "x" * 1000, "two", "y" * 90, "three"])
     with pytest.raises(ConfigError, match=r"line 2: longer than 100 bytes, the most that is read"):
         texts(source("jsonl", path))
-    assert [text for text in texts(source("jsonl", path, "skip_bad_records=true")) if text] == ["one", "two", "three"]
+    assert [text for text in texts(source("jsonl", path, "skip_bad_records=true")) if text] == [
+        "one",
+        "two",
+        "three",
+    ]
 
 
 def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert texts(source("jsonl", write_gzip(tmp_path / "plain-name.jsonl", TEXTS))) == TEXTS
 
 
-def test_row_groups_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_are_read_a_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parquet, "_BATCH_ROWS", 2)
     monkeypatch.setattr(parquet, "PIECE_BYTES", 1)
     path = write_parquet(tmp_path / "a.parquet", TEXTS * 10, row_group_size=7)
@@ -230,16 +244,24 @@ def test_row_groups_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: p
     assert texts(documents) == TEXTS * 10
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_a_column_of_text_of_any_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
-    column = pa.array(TEXTS).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(TEXTS).cast(kind)
+    column = (
+        pa.array(TEXTS).dictionary_encode()
+        if pa.types.is_dictionary(kind)
+        else pa.array(TEXTS).cast(kind)
+    )
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     assert texts(source("parquet", tmp_path / "a.parquet")) == TEXTS
 
 
 def test_a_missing_column_names_one_that_works(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["it"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"text_field='text'.*columns: 'id', 'body'; works: text_field='body'"):
+    with pytest.raises(
+        ConfigError, match=r"text_field='text'.*columns: 'id', 'body'; works: text_field='body'"
+    ):
         texts(source("parquet", tmp_path / "a.parquet"))
     assert texts(source("parquet", tmp_path / "a.parquet", "text_field=body")) == ["it"]
     with pytest.raises(ConfigError, match="text_field='id': the column is of type int64"):
@@ -250,19 +272,30 @@ def test_a_null_is_a_bad_record(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet row 2: text is null"):
         texts(source("parquet", tmp_path / "a.parquet"))
-    assert texts(source("parquet", tmp_path / "a.parquet", "skip_bad_records=true")) == ["a", "", "c"]
+    assert texts(source("parquet", tmp_path / "a.parquet", "skip_bad_records=true")) == [
+        "a",
+        "",
+        "c",
+    ]
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"dataset_type=parquet: .*pip install 'maxbatch\[parquet\]'"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_type=parquet: .*pip install 'maxbatch\[parquet\]'"
+    ):
         texts(source("parquet", path))
 
 
 def test_examples_are_read_without_tensorflow(tmp_path: Path) -> None:
-    records = [example({"label": INTEGERS, "text": byte_strings(value.encode()), "score": FLOATS}) for value in TEXTS]
+    records = [
+        example({"label": INTEGERS, "text": byte_strings(value.encode()), "score": FLOATS})
+        for value in TEXTS
+    ]
     path = write_records(tmp_path / "a.array_record", records)
     assert texts(source("arrayrecord", path, "record_format=example")) == TEXTS
     assert "tensorflow" not in sys.modules
@@ -277,12 +310,21 @@ def test_a_list_of_token_ids_is_a_document(tmp_path: Path, kind: str) -> None:
         write_records(path, records)
     else:
         path.write_bytes(b"".join(map(framed, records)))
-    stated = [f"dataset_type={kind}", f"dataset_path={path}", "record_format=example", "enable_data_shuffling=false"]
+    stated = [
+        f"dataset_type={kind}",
+        f"dataset_path={path}",
+        "record_format=example",
+        "enable_data_shuffling=false",
+    ]
     for add, special in ((False, []), (True, [257])):
         end = f"add_eos={add}".lower()
-        stream = open_stream(load_config(overrides=[*stated, "add_bos=false", end, "max_target_length=32"]))
+        stream = open_stream(
+            load_config(overrides=[*stated, "add_bos=false", end, "max_target_length=32"])
+        )
         rows = stream.read(0, len(stream))
-        assert rows["tokens"][rows["segments"] > 0].tolist() == [token for one in ids for token in (*one, *special)]
+        assert rows["tokens"][rows["segments"] > 0].tolist() == [
+            token for one in ids for token in (*one, *special)
+        ]
 
 
 @pytest.mark.parametrize("token", [256, -1])
@@ -290,7 +332,10 @@ def test_an_id_that_the_tokenizer_lacks_is_a_bad_record(tmp_path: Path, token: i
     records = [example({"text": integers(*ids)}) for ids in ([1], [2, token], [3])]
     (tmp_path / "a.tfrecord").write_bytes(b"".join(map(framed, records)))
     stated = ["dataset_type=tfrecord", f"dataset_path={tmp_path}/a.tfrecord"]
-    with pytest.raises(ConfigError, match=rf"record 2: the token id {token} is not one of the tokenizer's, 0 to 255"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"record 2: the token id {token} is not one of the tokenizer's, 0 to 255",
+    ):
         open_stream(load_config(overrides=stated))
     stats = open_stream(load_config(overrides=[*stated, "skip_bad_records=true"])).stats()
     assert (stats["documents"], stats["skipped_records"]) == (2, 1)
@@ -302,15 +347,21 @@ def test_a_length_that_differs_from_its_checksum_ends_the_file(tmp_path: Path) -
     place = len(framed(example({"text": byte_strings(b"one")})))
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"record 2: damaged .* length of the record differs .*at byte {place}"):
+    with pytest.raises(
+        ConfigError, match=rf"record 2: damaged .* length of the record differs .*at byte {place}"
+    ):
         texts(source("tfrecord", path))
     assert texts(source("tfrecord", path, "skip_bad_records=true")) == ["one", ""]
 
 
-def test_tfrecord_without_its_checksums_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tfrecord_without_its_checksums_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tfrecord(tmp_path / "a.tfrecord", TEXTS)
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    with pytest.raises(ConfigError, match=r"dataset_type=tfrecord: .*pip install 'maxbatch\[tfrecord\]'"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_type=tfrecord: .*pip install 'maxbatch\[tfrecord\]'"
+    ):
         texts(source("tfrecord", path))
 
 
@@ -355,7 +406,9 @@ def test_damage_inside_a_file_costs_the_records_that_it_hits(tmp_path: Path, nam
     values = [os.urandom(1000).hex() for _ in range(500)]
     path = write(tmp_path / file_name, values)
     if name == "parquet":
-        pq.write_table(pa.table({"text": values}), path, row_group_size=50, write_page_checksum=True)
+        pq.write_table(
+            pa.table({"text": values}), path, row_group_size=50, write_page_checksum=True
+        )
     data = bytearray(path.read_bytes())
     data[len(data) // 2 + 100] ^= 255
     path.write_bytes(data)
@@ -372,14 +425,24 @@ SHARDS = {
     "parquet": ["train-{:05}-of-00003.parquet", "train.parquet-{:05}-of-00003"],
     "arrayrecord": ["c4-train.array_record-{:05}-of-00003", "c4-train-{:05}-of-00003.arrayrecord"],
     "tfrecord": ["c4-train.tfrecord-{:05}-of-00003", "c4-train-{:05}-of-00003.tfrecord"],
-    "jsonl": ["part-{:05}-of-00003.jsonl", "c4-train.{:05}-of-00003.json.gz", "x-{:05}-of-00003.jsonl.gz"],
+    "jsonl": [
+        "part-{:05}-of-00003.jsonl",
+        "c4-train.{:05}-of-00003.json.gz",
+        "x-{:05}-of-00003.jsonl.gz",
+    ],
 }
 
 
-@pytest.mark.parametrize(("kind", "pattern"), [(k, p) for k, patterns in SHARDS.items() for p in patterns])
+@pytest.mark.parametrize(
+    ("kind", "pattern"), [(k, p) for k, patterns in SHARDS.items() for p in patterns]
+)
 def test_a_missing_shard_is_refused_by_name(tmp_path: Path, kind: str, pattern: str) -> None:
-    write = {"parquet": write_parquet, "arrayrecord": write_arrayrecord, "jsonl": write_jsonl,
-             "tfrecord": write_tfrecord}[kind]  # fmt: skip
+    write = {
+        "parquet": write_parquet,
+        "arrayrecord": write_arrayrecord,
+        "jsonl": write_jsonl,
+        "tfrecord": write_tfrecord,
+    }[kind]
     folder = tmp_path / "d"
     folder.mkdir()
     for shard in range(3):
@@ -403,7 +466,9 @@ def test_several_paths_follow_one_another_as_written(tmp_path: Path) -> None:
     write_gzip(tmp_path / "d/1.jsonl.gz", ["d1"])
     several = f"{tmp_path}/b.jsonl; {tmp_path}/d ;{tmp_path}/[b]*.jsonl"
     assert texts(source("jsonl", several)) == ["b", "d1", "d2", "b"]
-    with pytest.raises(ConfigError, match=r"an empty path between two ';'; works: dataset_path='a;b'"):
+    with pytest.raises(
+        ConfigError, match=r"an empty path between two ';'; works: dataset_path='a;b'"
+    ):
         source("jsonl", "a;;b")
 
 
@@ -416,7 +481,9 @@ def test_names_need_not_be_utf8(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_files_of_an_object_store_are_read_like_those_of_a_disk(tmp_path: Path, store: Store, name: str) -> None:
+def test_files_of_an_object_store_are_read_like_those_of_a_disk(
+    tmp_path: Path, store: Store, name: str
+) -> None:
     kind, file_name, write = WRITERS[name]
     folder = as_path(store.bucket() + "/d")
     (folder / file_name).write_bytes(write(tmp_path / file_name, TEXTS).read_bytes())
@@ -428,12 +495,17 @@ def test_files_of_an_object_store_are_read_like_those_of_a_disk(tmp_path: Path, 
     documents.refuse_changed()
     content = (folder / file_name).read_bytes()
     (folder / file_name).write_bytes(content[::-1])  # of the same size
-    with pytest.raises(ConfigError, match=f"{store.scheme}:.*{file_name} changed while it was read"):
+    with pytest.raises(
+        ConfigError, match=f"{store.scheme}:.*{file_name} changed while it was read"
+    ):
         documents.refuse_changed()
     (folder / file_name).unlink()
     with pytest.raises(ConfigError, match=f"{file_name} vanished"):
         documents.refuse_changed()
-    for path, problem in ((f"{folder}/none", "no such file or folder"), (f"{folder}/*.none", "matches no file")):
+    for path, problem in (
+        (f"{folder}/none", "no such file or folder"),
+        (f"{folder}/*.none", "matches no file"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             source(kind, path)
 
@@ -454,7 +526,11 @@ def test_a_store_that_does_not_answer_is_waited_for_and_its_records_are_not_dama
     assert [status for *_, status in store.requests()].count(425) == 2
     monkeypatch.setattr(Patience, "seconds", 0.2)
     with store.failing(share=1.0, kinds=("425",)):
-        for ask in (lambda: texts(documents), documents.refuse_changed, lambda: source(kind, str(folder))):
+        for ask in (
+            lambda: texts(documents),
+            documents.refuse_changed,
+            lambda: source(kind, str(folder)),
+        ):
             with pytest.raises(StoreFailed, match="does not answer"):
                 ask()
 
@@ -474,7 +550,9 @@ def test_a_scheme_that_cannot_be_read_says_what_it_needs(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=problem) as raised:
         source("jsonl", path)
-    assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(raised.value)
+    assert str(raised.value).replace("'", "").startswith(
+        f"dataset_path={path}"
+    ) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("block", [1, 2, 7])
@@ -491,12 +569,32 @@ def test_an_array_of_json_is_read_object_by_object(
     ("content", "kept", "problem"),
     [
         ('[{"text": "a"}, {"text": "b"', ["a", ""], "record 2: not JSON"),
-        ('[{"text": "a"}, 3, {"text": "b"}]', ["a", "", "b"], "record 2: a int, not an object with a field 'text'"),
-        ('[{"text": "a"}, {"text": null}]', ["a", ""], "record 2: field text_field='text' is null, not a string"),
-        ('[{"text": "a"}, {"text": ["x"]}]', ["a", ""], "record 2: field text_field='text' is a list, not a string"),
+        (
+            '[{"text": "a"}, 3, {"text": "b"}]',
+            ["a", "", "b"],
+            "record 2: a int, not an object with a field 'text'",
+        ),
+        (
+            '[{"text": "a"}, {"text": null}]',
+            ["a", ""],
+            "record 2: field text_field='text' is null, not a string",
+        ),
+        (
+            '[{"text": "a"}, {"text": ["x"]}]',
+            ["a", ""],
+            "record 2: field text_field='text' is a list, not a string",
+        ),
         ('[{"text": "a"}] [', ["a", ""], "record 2: goes on after its first value"),
-        ('{"text": "a"}\n{"text": "b"}', [""], "record 1: has no array of objects; .* dataset_type=jsonl"),
-        ('{"a": [{"text": "a"}], "b": [{"text": "b"}]}', ["a", ""], "record 2: has two arrays of objects, 'a' and 'b'"),
+        (
+            '{"text": "a"}\n{"text": "b"}',
+            [""],
+            "record 1: has no array of objects; .* dataset_type=jsonl",
+        ),
+        (
+            '{"a": [{"text": "a"}], "b": [{"text": "b"}]}',
+            ["a", ""],
+            "record 2: has two arrays of objects, 'a' and 'b'",
+        ),
         ("", [""], "record 1: has no array of objects"),
         ('"a"', [""], "record 1: has no array of objects"),
     ],
@@ -516,7 +614,11 @@ def test_json_that_is_no_array_of_objects_is_named_by_record(
         (b"id,text\n1,a\n2\n3,c\n", ["a", "", "c"], "record 2: has 1 cells, and the header has 2"),
         (b"id,text\n1,a\n\n2,\xff\n3,c\n", ["a", "", "c"], "record 2: not UTF-8"),
         (b'id,text\n1,a\n2,"b\n3,c\n', ["a", ""], "record 2: not a row of cells"),
-        (b'\xef\xbb\xbfid,text\r\n1,"a"\r\n2,"b"x\r\n3,c\r\n', ["a", "", "c"], "record 2: not a row of cells"),
+        (
+            b'\xef\xbb\xbfid,text\r\n1,"a"\r\n2,"b"x\r\n3,c\r\n',
+            ["a", "", "c"],
+            "record 2: not a row of cells",
+        ),
     ],
 )
 def test_a_bad_row_of_a_table_is_named_or_left_out(
@@ -548,6 +650,10 @@ def test_fields_of_other_names_are_read_by_ours(tmp_path: Path, name: str) -> No
     assert texts(source(kind, path, "record_fields={text: body}")) == TEXTS
     whole = source(kind, path, "use_sft=true", "record_fields={prompt: body, completion: body}")
     read = [json.loads(document.utf8) for document in whole.documents()]
-    assert [(record["prompt"], record["completion"]) for record in read] == [(text, text) for text in TEXTS]
-    with pytest.raises(ConfigError, match=r"1: record_fields=.*: no field 'bod'; its fields: 'body'"):
+    assert [(record["prompt"], record["completion"]) for record in read] == [
+        (text, text) for text in TEXTS
+    ]
+    with pytest.raises(
+        ConfigError, match=r"1: record_fields=.*: no field 'bod'; its fields: 'body'"
+    ):
         texts(source(kind, path, "use_sft=true", "record_fields={prompt: bod}"))

@@ -1,4 +1,6 @@
-"""Stores of any size: memory does not grow with their documents, when they are written and when they are read."""
+"""Stores of any size: memory does not grow with their documents, when they are written and when
+they are read.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def built(folder: Path, texts: list[str]) -> TokenStore:
     keys = ["dataset_type=jsonl", f"dataset_path={path}", f"data_cache_dir={folder}/cache"]
     config = load_config(overrides=keys).store
     return build_store(
-        folder / f"store-{len(texts)}", Build(DocumentSource.from_config(config), ByteTokenizer(), config)
+        folder / f"store-{len(texts)}",
+        Build(DocumentSource.from_config(config), ByteTokenizer(), config),
     )
 
 
@@ -43,7 +46,10 @@ def stream_of(store: TokenStore, *overrides: str) -> Stream:
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 100_000])
 def test_a_table_that_grew_has_the_bytes_that_numpy_writes(tmp_path: Path, count: int) -> None:
     lengths = np.arange(count) % 7
-    with closing(GrowingTable(tmp_path / "offsets.npy")) as table, closing(GrowingHashes(tmp_path)) as hashes:
+    with (
+        closing(GrowingTable(tmp_path / "offsets.npy")) as table,
+        closing(GrowingHashes(tmp_path)) as hashes,
+    ):
         for begin in range(0, count, 1000):
             table.append(lengths[begin : begin + 1000])
         table.finish()
@@ -55,7 +61,9 @@ def test_a_table_that_grew_has_the_bytes_that_numpy_writes(tmp_path: Path, count
     assert hashes.num_blocks == len(block_hashes(whole.getvalue()))
 
 
-def test_memory_of_a_build_does_not_grow_with_its_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_build_does_not_grow_with_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (jsonl, documents):
         monkeypatch.setattr(module, "PIECE_BYTES", 5000)
     peaks = []
@@ -75,7 +83,9 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
     return store
 
 
-@pytest.mark.parametrize("overrides", [[], ["packing=false"], ["eval_fraction=0.1"], ["packing_strategy=best_fit"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["packing=false"], ["eval_fraction=0.1"], ["packing_strategy=best_fit"]]
+)
 @pytest.mark.parametrize("has_hashes", [True, False])
 def test_a_table_that_is_searched_on_the_disk_gives_the_same_rows(
     large: TokenStore, monkeypatch: pytest.MonkeyPatch, overrides: list[str], has_hashes: bool

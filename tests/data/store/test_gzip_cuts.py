@@ -1,4 +1,6 @@
-"""Files of several gzip members are cut between members, at lines; what only looks like a member is none."""
+"""Files of several gzip members are cut between members, at lines; what only looks like a member is
+none.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def member(content: bytes, level: int = 6) -> bytes:
 
 
 def bgzip(content: bytes, size: int) -> bytes:
-    """Members of `size` bytes of content with the extra field BC, and an empty one at the end, as bgzip writes."""
+    """Members of `size` bytes of content with the extra field BC, and an empty one at the end, as
+    bgzip writes.
+    """
     blocks = []
     for begin in range(0, len(content) + size, size):
         packer = zlib.compressobj(wbits=-15)
@@ -45,7 +49,9 @@ def bgzip(content: bytes, size: int) -> bytes:
 
 def cut_anywhere(content: bytes, count: int) -> list[bytes]:
     ends = sorted(RANDOM.randrange(len(content)) for _ in range(count - 1))
-    return [content[begin:end] for begin, end in zip([0, *ends], [*ends, len(content)], strict=True)]
+    return [
+        content[begin:end] for begin, end in zip([0, *ends], [*ends, len(content)], strict=True)
+    ]
 
 
 def pieces(path: Path, monkeypatch: pytest.MonkeyPatch, size: int = 100) -> list[Piece]:
@@ -60,14 +66,20 @@ def by_piece(documents: DocumentSource, parts: Sequence[Piece]) -> list[str]:
 FILES = {
     "lines": [member(line) for line in LINES.splitlines(keepends=True)],
     "anywhere": [member(part) for part in cut_anywhere(LINES, 60)],
-    "empty members": [one for part in cut_anywhere(LINES, 30) for one in (member(part), member(b""))],
-    "zeros between": [member(part) + bytes(RANDOM.randrange(3000)) for part in cut_anywhere(LINES, 30)],
+    "empty members": [
+        one for part in cut_anywhere(LINES, 30) for one in (member(part), member(b""))
+    ],
+    "zeros between": [
+        member(part) + bytes(RANDOM.randrange(3000)) for part in cut_anywhere(LINES, 30)
+    ],
     "bgzip": [bgzip(LINES, 100)],
     "stored": [member(part, 0) for part in cut_anywhere(LINES, 60)],
     "no last newline": [member(part) for part in cut_anywhere(LINES[:-1], 60)],
-    "named": [b"\x1f\x8b\x08\x18" + bytes(6) + b"a.jsonl\0\x1f\x8b\x08\0" + member(part)[10:]
-              for part in cut_anywhere(LINES, 60)],
-}  # fmt: skip
+    "named": [
+        b"\x1f\x8b\x08\x18" + bytes(6) + b"a.jsonl\0\x1f\x8b\x08\0" + member(part)[10:]
+        for part in cut_anywhere(LINES, 60)
+    ],
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -89,7 +101,9 @@ def test_pieces_of_members_give_the_lines_of_the_file(
         )
 
 
-def test_a_line_of_many_members_is_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_many_members_is_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = json.dumps({"text": RANDOM.randbytes(20_000).hex()}).encode()
     content = b'{"text": "a"}\n' + long + b"\n" + LINES
     (tmp_path / "a.jsonl.gz").write_bytes(bgzip(content, 500))
@@ -112,7 +126,10 @@ def test_a_gzip_file_inside_of_a_member_is_none_of_the_members(level: int) -> No
 def test_a_cut_is_at_the_first_line_of_the_last_member_that_reaches_it() -> None:
     packed = [member(b"one\ntw"), member(b"o and"), member(b" more\nthree\n"), member(b"four\n")]
     places = [sum(map(len, packed[:number])) for number in range(4)]
-    assert [*line_cuts(io.BytesIO(b"".join(packed)), 1)] == [Cut(17, places[2], 11), Cut(23, places[3], 23)]
+    assert [*line_cuts(io.BytesIO(b"".join(packed)), 1)] == [
+        Cut(17, places[2], 11),
+        Cut(23, places[3], 23),
+    ]
 
 
 def test_a_file_of_one_member_is_one_piece_and_is_not_decompressed(
@@ -153,7 +170,9 @@ def test_damage_ends_the_file_and_keeps_the_lines_before_it(
         by_piece(source("jsonl", path), pieces(path, monkeypatch))
 
 
-def test_a_bad_line_has_its_number_in_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_has_its_number_in_the_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(bgzip(LINES + b"oops\n", 100))
     with pytest.raises(ConfigError, match="line 401: not JSON"):
@@ -170,7 +189,10 @@ def test_workers_share_the_members_and_write_the_bytes_of_one_process(
     for workers in ("1", "2"):
         assert main([*data, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
     names = sorted(file.name for file in (tmp_path / "1").iterdir())
-    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in names)
+    assert all(
+        (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+        for name in names
+    )
 
 
 def test_a_file_in_a_bucket_is_one_piece(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

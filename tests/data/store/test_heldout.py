@@ -26,7 +26,9 @@ def test_the_closed_form_is_the_rule_record_by_record(fraction: Fraction, record
 
 
 def test_large_denominators_and_indices_stay_exact() -> None:
-    split = HeldOutFraction.of(load_config(overrides=["eval_fraction=0.123456789012345"]).eval_fraction)
+    split = HeldOutFraction.of(
+        load_config(overrides=["eval_fraction=0.123456789012345"]).eval_fraction
+    )
     assert split.fraction == Fraction(123456789012345, 10**15)
     number = 10**15
     index = split.record(number, False)
@@ -42,10 +44,14 @@ def test_a_tenth_means_one_tenth(text: str) -> None:
 
 
 @given(fraction=FRACTIONS, ends=st.tuples(st.integers(0, 300), st.integers(0, 300)).map(sorted))
-def test_records_between_two_places_are_those_of_the_whole(fraction: Fraction, ends: list[int]) -> None:
+def test_records_between_two_places_are_those_of_the_whole(
+    fraction: Fraction, ends: list[int]
+) -> None:
     begin, end = ends
     for held_out in (True, False) if fraction else (False,):
         records = Records(HeldOutFraction(fraction), 300, held_out)
         whole = records.between(0, 300).tolist()
         assert len(records) == len(whole) and records.are_all == (len(whole) == 300)
-        assert records.between(begin, end).tolist() == [index for index in whole if begin <= index < end]
+        assert records.between(begin, end).tolist() == [
+            index for index in whole if begin <= index < end
+        ]

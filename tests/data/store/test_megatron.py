@@ -46,7 +46,9 @@ def tokens_of(store: MegatronStore) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", [name for name in CODES if not name.startswith("float")])
-def test_tokens_of_every_integer_type_and_of_every_document_are_read(tmp_path: Path, dtype: str) -> None:
+def test_tokens_of_every_integer_type_and_of_every_document_are_read(
+    tmp_path: Path, dtype: str
+) -> None:
     store = store_of(write_megatron(tmp_path / "web", DOCUMENTS, dtype))
     assert tokens_of(store) == joined(DOCUMENTS)
     assert store.manifest["documents"] == len(DOCUMENTS)
@@ -55,7 +57,9 @@ def test_tokens_of_every_integer_type_and_of_every_document_are_read(tmp_path: P
 def test_a_document_is_found_by_each_of_its_tokens(tmp_path: Path) -> None:
     store = store_of(write_megatron(tmp_path / "web", DOCUMENTS))
     offsets, tokens = store.offsets, np.arange(len(store.tokens))
-    np.testing.assert_array_equal(store.table.containing(tokens), np.searchsorted(offsets, tokens, side="right") - 1)
+    np.testing.assert_array_equal(
+        store.table.containing(tokens), np.searchsorted(offsets, tokens, side="right") - 1
+    )
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
@@ -72,16 +76,26 @@ def test_rows_hold_the_tokens_in_order_and_need_no_tokenizer(tmp_path: Path) -> 
     assert rows["tokens"][rows["segments"] > 0].tolist() == expected
     assert rows["weights"].sum() == sum(
         max(0, min(end, row + LENGTH) - max(begin, row) - 1)
-        for begin, end in zip(store_of(prefix).offsets[:-1], store_of(prefix).offsets[1:], strict=True)
+        for begin, end in zip(
+            store_of(prefix).offsets[:-1], store_of(prefix).offsets[1:], strict=True
+        )
         for row in range(0, len(expected), LENGTH)
     )
     assert stream.tokenizer.decode(rows["tokens"][0][:3]) == " ".join(map(str, expected[:3]))
 
 
 @pytest.mark.parametrize(
-    "overrides", [["packing=false"], ["packing_strategy=best_fit"], ["eval_fraction=0.25"], ["grain_worker_count=0"]]
+    "overrides",
+    [
+        ["packing=false"],
+        ["packing_strategy=best_fit"],
+        ["eval_fraction=0.25"],
+        ["grain_worker_count=0"],
+    ],
 )
-def test_packing_and_held_out_documents_are_those_of_other_data(tmp_path: Path, overrides: list[str]) -> None:
+def test_packing_and_held_out_documents_are_those_of_other_data(
+    tmp_path: Path, overrides: list[str]
+) -> None:
     """Bytes with the same documents as jsonl, prepared, give the same rows."""
     documents = [[document] for document in joined(DOCUMENTS) if document]
     write_megatron(tmp_path / "web", documents)
@@ -90,7 +104,14 @@ def test_packing_and_held_out_documents_are_those_of_other_data(tmp_path: Path, 
     shared = [*overrides, "add_bos=false", "add_eos=false", "enable_data_shuffling=false"]
     here = stream_of(tmp_path / "web", *shared)
     there = open_stream(
-        load_config(overrides=["dataset_type=jsonl", f"dataset_path={tmp_path}/web.jsonl", *settings("")[2:], *shared])
+        load_config(
+            overrides=[
+                "dataset_type=jsonl",
+                f"dataset_path={tmp_path}/web.jsonl",
+                *settings("")[2:],
+                *shared,
+            ]
+        )
     )
     left, right = here.read(0, len(here)), there.read(0, len(there))
     assert len(here) == len(there)
@@ -101,7 +122,10 @@ def test_packing_and_held_out_documents_are_those_of_other_data(tmp_path: Path, 
 
 
 def test_a_mixture_and_its_epochs_resume_anywhere(tmp_path: Path) -> None:
-    paths = [write_megatron(tmp_path / name, some_documents(40, seed)) for seed, name in enumerate(("web", "code"))]
+    paths = [
+        write_megatron(tmp_path / name, some_documents(40, seed))
+        for seed, name in enumerate(("web", "code"))
+    ]
     stream = stream_of(f"{paths[0]},0.75;{paths[1]},0.25")
     whole, far = stream.read(0, 400), 10**15
     assert same({name: rows[250:] for name, rows in whole.items()}, stream.read(250, 400))
@@ -115,11 +139,16 @@ def test_the_identity_is_that_of_the_content_wherever_it_is(tmp_path: Path) -> N
     identity = stream_of(prefix).identity
     assert "add_eos" not in identity and identity["tokenizer"] == "ids"
     (tmp_path / "moved").mkdir()
-    assert stream_of(write_megatron(tmp_path / "moved/x", DOCUMENTS), "add_eos=false").identity == identity
+    assert (
+        stream_of(write_megatron(tmp_path / "moved/x", DOCUMENTS), "add_eos=false").identity
+        == identity
+    )
     changed = [*DOCUMENTS[:-1], [*DOCUMENTS[-1], [5]]]
     for documents in (changed, [[sequence] for document in DOCUMENTS for sequence in document]):
         other = stream_of(write_megatron(tmp_path / "other", documents)).identity
-        assert {key for key in identity if other[key] != identity[key]} - {"all tokens"} == {"content"}
+        assert {key for key in identity if other[key] != identity[key]} - {"all tokens"} == {
+            "content"
+        }
 
 
 def test_every_token_of_a_large_store_is_in_its_identity_which_is_hashed_once(
@@ -130,7 +159,9 @@ def test_every_token_of_a_large_store_is_in_its_identity_which_is_hashed_once(
         monkeypatch.setattr(megatron, name, value)
     hashed: list[str] = []
     md5_of = megatron.md5_of
-    monkeypatch.setattr(megatron, "md5_of", lambda file, size: hashed.append(file.name) or md5_of(file, size))
+    monkeypatch.setattr(
+        megatron, "md5_of", lambda file, size: hashed.append(file.name) or md5_of(file, size)
+    )
     prefix = write_megatron(tmp_path / "web", DOCUMENTS)
     identity, file = stream_of(prefix).identity, Path(f"{prefix}.bin")
     assert stream_of(prefix).identity == identity and hashed == ["web.bin", "web.idx"]
@@ -169,7 +200,13 @@ def test_a_store_crosses_to_worker_processes_without_its_tokens(tmp_path: Path) 
     assert tokens_of(pickle.loads(sent)) == tokens_of(store)
 
 
-def header(version: int = 1, code: int = 8, sequences: int = 2, marks: int = 3, magic: bytes = b"MMIDIDX\0\0") -> bytes:
+def header(
+    version: int = 1,
+    code: int = 8,
+    sequences: int = 2,
+    marks: int = 3,
+    magic: bytes = b"MMIDIDX\0\0",
+) -> bytes:
     return magic + struct.pack("<QBQQ", version, code, sequences, marks)
 
 
@@ -191,7 +228,9 @@ def test_a_damaged_header_is_one_line(tmp_path: Path, name: str) -> None:
     prefix = write_megatron(tmp_path / "web", [[[1, 2]], [[3]]])
     file = Path(f"{prefix}.idx")
     file.write_bytes(replaced + file.read_bytes()[34:] if len(replaced) >= 34 else replaced)
-    with pytest.raises(ConfigError, match=rf"dataset_path='{prefix}': {file} cannot be used: .*{problem}"):
+    with pytest.raises(
+        ConfigError, match=rf"dataset_path='{prefix}': {file} cannot be used: .*{problem}"
+    ):
         store_of(prefix)
 
 
@@ -244,32 +283,50 @@ def test_bytes_after_the_sequences_are_not_read_and_one_line_names_them(
     identity, size = stream_of(prefix).identity, Path(f"{prefix}.bin").stat().st_size
     with open(f"{prefix}.bin", "ab") as file:
         file.write(b"\1" * rest)
-    assert tokens_of(store_of(prefix)) == joined(DOCUMENTS) and stream_of(prefix).identity == identity
-    line = f"{prefix}.bin has {size + rest} bytes, and the sequences of web.idx end after {size}; the rest is not read"
+    assert (
+        tokens_of(store_of(prefix)) == joined(DOCUMENTS) and stream_of(prefix).identity == identity
+    )
+    line = (
+        f"{prefix}.bin has {size + rest} bytes, and the sequences of web.idx end after {size}; "
+        "the rest is not read"
+    )
     assert capsys.readouterr().err == f"maxbatch: warning: dataset_path='{prefix}': {line}\n"
 
 
 def test_a_store_of_empty_documents_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset_type=megatron: none of the 2 documents has a token$"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_type=megatron: none of the 2 documents has a token$"
+    ):
         stream_of(write_megatron(tmp_path / "web", [[[]], [[], []]]))
 
 
 def test_a_mixture_with_another_kind_of_data_resumes_anywhere(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "web", DOCUMENTS)
-    (tmp_path / "code.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 90)))
+    (tmp_path / "code.jsonl").write_text(
+        "".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 90))
+    )
     mixture = tmp_path / "mix.yml"
     code = "code: {path: code.jsonl, weight: 0.25, dataset_type: jsonl}"
     mixture.write_text(f"web: {{path: {prefix}, weight: 0.75}}\n{code}\n")
     stream = stream_of(mixture)
     assert stream.samples_by_source(1000) == {"web": 750, "code": 250}
-    assert same({name: rows[300:] for name, rows in stream.read(0, 400).items()}, stream_of(mixture).read(300, 400))
+    assert same(
+        {name: rows[300:] for name, rows in stream.read(0, 400).items()},
+        stream_of(mixture).read(300, 400),
+    )
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    for dtype, token, problem in (("uint16", 300, "vocab_size=301"), ("int16", -5, "-5, which is not a token id"),
-                                  ("int64", 1 << 40, "which is not a token id")):  # fmt: skip
+    for dtype, token, problem in (
+        ("uint16", 300, "vocab_size=301"),
+        ("int16", -5, "-5, which is not a token id"),
+        ("int64", 1 << 40, "which is not a token id"),
+    ):
         stream = stream_of(write_megatron(tmp_path / dtype, [[[1] * LENGTH], [[2, token]]], dtype))
-        assert stream_of(tmp_path / dtype, "enable_data_shuffling=false")[0]["tokens"].tolist() == [1] * LENGTH
+        assert (
+            stream_of(tmp_path / dtype, "enable_data_shuffling=false")[0]["tokens"].tolist()
+            == [1] * LENGTH
+        )
         with pytest.raises(ConfigError, match=problem):
             stream.read(0, 2)
 
@@ -279,13 +336,17 @@ def test_a_multimodal_store_is_read_if_all_of_it_is_text(tmp_path: Path, modes: 
     documents: Documents = [[[1, 2]], [[3], [4, 5]]]
     prefix = write_megatron(tmp_path / "web", documents, modes=modes)
     if any(modes):
-        with pytest.raises(ConfigError, match=r"sequence 1 has mode 1: only text \(mode 0\) is read"):
+        with pytest.raises(
+            ConfigError, match=r"sequence 1 has mode 1: only text \(mode 0\) is read"
+        ):
             store_of(prefix)
     else:
         assert tokens_of(store_of(prefix)) == joined(documents)
 
 
-def test_a_store_in_a_bucket_is_that_of_a_disk_and_is_read_by_range(tmp_path: Path, store: Store) -> None:
+def test_a_store_in_a_bucket_is_that_of_a_disk_and_is_read_by_range(
+    tmp_path: Path, store: Store
+) -> None:
     prefix = write_megatron(tmp_path / "web", some_documents(3000))
     there = f"{store.bucket()}/data/web"
     for suffix in (".bin", ".idx"):
@@ -294,7 +355,9 @@ def test_a_store_in_a_bucket_is_that_of_a_disk_and_is_read_by_range(tmp_path: Pa
     assert here.identity == far.identity
     store.forget()
     again = stream_of(there)
-    assert not any(size > 1000 for _, method, _, size, _ in store.requests() if method == "GET"), "index and content"
+    assert not any(size > 1000 for _, method, _, size, _ in store.requests() if method == "GET"), (
+        "index and content"
+    )
     store.forget()
     assert same(again.batch([5, 900, 3]), here.batch([5, 900, 3]))
     read = [size for _, method, _, size, _ in store.requests() if method == "GET"]

@@ -1,4 +1,6 @@
-"""Stores of several shards: the same tokens as of one file, opened by few requests, built on after a kill."""
+"""Stores of several shards: the same tokens as of one file, opened by few requests, built on after
+a kill.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)
     (tmp_path / "texts").mkdir()
     for number in range(NUM_SHARDS):
-        (tmp_path / "texts" / f"{number:04d}.txt").write_text(f"{number} " + "word " * (number % 23))
+        (tmp_path / "texts" / f"{number:04d}.txt").write_text(
+            f"{number} " + "word " * (number % 23)
+        )
     return ["dataset_type=text", f"dataset_path={tmp_path}/texts"]
 
 
@@ -50,7 +54,9 @@ def stream_of(folder: AnyPath | str) -> Stream:
 
 
 @pytest.mark.runs
-def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(texts: list[str], tmp_path: Path) -> None:
+def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(
+    texts: list[str], tmp_path: Path
+) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     assert main(["prepare", *texts, "--output", str(one)]) == 0
     assert main(["prepare", *texts, "--shard-tokens", "1", "--output", str(many)]) == 0
@@ -75,7 +81,10 @@ def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(texts: list[str
 
 
 def test_a_missing_shard_is_a_damaged_store(texts: list[str], tmp_path: Path) -> None:
-    assert main(["prepare", *texts, "--shard-tokens", "5000", "--output", str(tmp_path / "store")]) == 0
+    assert (
+        main(["prepare", *texts, "--shard-tokens", "5000", "--output", str(tmp_path / "store")])
+        == 0
+    )
     names = sorted(path.name for path in (tmp_path / "store").glob("tokens-*"))
     assert 5 < len(names) < 50
     (tmp_path / "store" / names[3]).unlink()
@@ -88,7 +97,11 @@ def test_a_thousand_shards_in_a_bucket_open_by_few_requests_and_a_row_is_one(
     many, folder = tmp_path / "many", as_path(store.bucket()) / "many"
     assert main(["prepare", *texts, "--shard-tokens", "1", "--output", str(many)]) == 0
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda path: (folder / path.name).write_bytes(path.read_bytes()), many.iterdir()))
+        list(
+            pool.map(
+                lambda path: (folder / path.name).write_bytes(path.read_bytes()), many.iterdir()
+            )
+        )
     store.forget()
     there = stream_of(folder)
     assert len(store.requests()) <= 20
@@ -133,7 +146,13 @@ def test_a_build_in_a_bucket_that_is_killed_goes_on_with_the_next_shard(
 def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> None:
     shard = Shard()
     shard.add(
-        Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], reasons={"an empty text": 2}, text_bytes=7)
+        Tokenised(
+            9,
+            digests=bytearray(b"0123456789abcdef"),
+            held_out=[0],
+            reasons={"an empty text": 2},
+            text_bytes=7,
+        )
     )
     content = shard.to_bytes("mine")
     found = Shard.from_bytes(content, "mine")
@@ -145,7 +164,13 @@ def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> Non
 def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
     shard = Shard()
     shard.add(
-        Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], reasons={"an empty text": 2}, text_bytes=7)
+        Tokenised(
+            9,
+            digests=bytearray(b"0123456789abcdef"),
+            held_out=[0],
+            reasons={"an empty text": 2},
+            text_bytes=7,
+        )
     )
     sound = dict(np.load(io.BytesIO(shard.to_bytes("mine"))))
     counts = json.loads(sound["counts"].tobytes())
@@ -159,7 +184,9 @@ def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
         return np.frombuffer(json.dumps(counts | changed).encode(), np.uint8)
 
     assert read() is not None
-    assert read(np.savez_compressed, lengths=np.zeros(1 << 20, np.int64)) is None, "a little file of any size"
+    assert read(np.savez_compressed, lengths=np.zeros(1 << 20, np.int64)) is None, (
+        "a little file of any size"
+    )
     for name, value in (
         ("jobs", -1),
         ("jobs", "1"),

@@ -138,7 +138,9 @@ def test_files_that_were_touched_or_copied_are_not_tokenised_again(
     assert opened(changed(config, dataset_path=str(copy))) == first
 
 
-def test_stores_of_before_are_hashed_once_and_not_built_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_of_before_are_hashed_once_and_not_built_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, path = opened(config), Path(config.dataset_path)
     cache = store.folder.parent.parent
     names = signatures(DocumentSource.from_config(config.store), TOKENIZER, config.store)
@@ -159,22 +161,31 @@ def test_stores_of_before_are_hashed_once_and_not_built_again(config: Config, mo
 
 
 @pytest.mark.parametrize(
-    "setting", [{"add_bos": False}, {"add_eos": False}, {"text_field": "b"}, {"skip_bad_records": True}]
+    "setting",
+    [{"add_bos": False}, {"add_eos": False}, {"text_field": "b"}, {"skip_bad_records": True}],
 )
-def test_settings_that_shape_the_tokens_are_another_entry(config: Config, setting: dict[str, object]) -> None:
+def test_settings_that_shape_the_tokens_are_another_entry(
+    config: Config, setting: dict[str, object]
+) -> None:
     opened(config)
     assert found(changed(config, **setting)) is None
 
 
 def test_settings_that_shape_rows_only_share_the_entry(config: Config) -> None:
     opened(config)
-    others = changed(config, max_target_length=99, packing=False, data_shuffle_seed=5, eval_fraction=0.5)
+    others = changed(
+        config, max_target_length=99, packing=False, data_shuffle_seed=5, eval_fraction=0.5
+    )
     assert found(others) is not None
 
 
-def test_the_content_hash_knows_texts_and_order_but_not_places(config: Config, tmp_path: Path) -> None:
+def test_the_content_hash_knows_texts_and_order_but_not_places(
+    config: Config, tmp_path: Path
+) -> None:
     def content(texts: list[str]) -> str:
-        return opened(jsonl_config(tmp_path / "other.jsonl", texts, f"data_cache_dir={tmp_path}/c")).manifest["content"]
+        return opened(
+            jsonl_config(tmp_path / "other.jsonl", texts, f"data_cache_dir={tmp_path}/c")
+        ).manifest["content"]
 
     original = opened(config).manifest["content"]
     assert content(TEXTS) == original
@@ -199,8 +210,20 @@ DAMAGE = {
     "everything missing": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 DAMAGE |= {
-    f"manifest {text[:15]!r}": partial(lambda text, folder: (folder / "manifest.json").write_bytes(text), text)
-    for text in (b"[]", b'"version"', b"3", b"null", b"{", b'{"version": 2}', b"[" * 100_000, b"1" * 5000, b"\xff")
+    f"manifest {text[:15]!r}": partial(
+        lambda text, folder: (folder / "manifest.json").write_bytes(text), text
+    )
+    for text in (
+        b"[]",
+        b'"version"',
+        b"3",
+        b"null",
+        b"{",
+        b'{"version": 2}',
+        b"[" * 100_000,
+        b"1" * 5000,
+        b"\xff",
+    )
 }
 
 
@@ -217,15 +240,33 @@ def test_a_damaged_entry_is_noticed_and_built_again(config: Config, damage: str)
 def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: Config) -> None:
     first = opened(config)
     path = first.folder / "manifest.json"
-    wrong = [None, True, -1, 1.5, 1e400, 10**30, "3", [], [1, 300_000], ["1"], [10**30], {}, {"tokens.bin": "1"}]
+    wrong = [
+        None,
+        True,
+        -1,
+        1.5,
+        1e400,
+        10**30,
+        "3",
+        [],
+        [1, 300_000],
+        ["1"],
+        [10**30],
+        {},
+        {"tokens.bin": "1"},
+    ]
     is_refused = {}
     for name, right in first.manifest.items():
         for value in wrong:
             if type(value) is not type(right) or isinstance(value, int | list | dict):
                 path.write_text(json.dumps({**first.manifest, name: value}))
                 # Some are right for a list, as no document that is held out.
-                is_refused[name, str(value)] = found(config) is None or (value == [] and isinstance(right, list))
-        path.write_text(json.dumps({key: value for key, value in first.manifest.items() if key != name}))
+                is_refused[name, str(value)] = found(config) is None or (
+                    value == [] and isinstance(right, list)
+                )
+        path.write_text(
+            json.dumps({key: value for key, value in first.manifest.items() if key != name})
+        )
         is_refused[name, "missing"] = found(config) is None
     assert [case for case, refused in is_refused.items() if not refused] == []
     assert opened(config) == first
@@ -234,7 +275,9 @@ def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: Config) 
 def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: Config) -> None:
     store = opened(config)
     assert store.manifest["content"] == "689e4d7f24b70fd777ca4e5e38697649"
-    before = {key: value for key, value in store.manifest.items() if key not in ("vocab_size", "checksum")}
+    before = {
+        key: value for key, value in store.manifest.items() if key not in ("vocab_size", "checksum")
+    }
     before["sizes"] = {name: size for name, size in before["sizes"].items() if name != "blocks.bin"}
     (store.folder / "manifest.json").write_text(json.dumps(before))
     assert opened(config).manifest == before, "taken as it is"
@@ -243,7 +286,9 @@ def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: C
     assert fingerprint([stream.read(0, 20)]) == "ffd1191b84bd6e02"
 
 
-def test_those_who_want_the_same_new_entry_do_the_work_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_want_the_same_new_entry_do_the_work_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     builders, built = 6, []
     together = threading.Barrier(builders)
     write_files = builder._write_files
@@ -308,7 +353,9 @@ def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -
         opened(config)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = DocumentSource.from_config(config.store)
     monkeypatch.setattr(DocumentSource, "from_config", lambda *_: source)
     with open(config.dataset_path, "a") as file:
@@ -317,13 +364,21 @@ def test_a_file_that_changes_while_it_is_read_is_refused(config: Config, monkeyp
         opened(config)
 
 
-def test_the_cache_lies_where_the_user_said(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_lies_where_the_user_said(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert opened(config).folder.parent == tmp_path / "cache" / "tokens"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "xdg" / "maxbatch" / "tokens"
+    assert (
+        opened(changed(config, data_cache_dir="")).folder.parent
+        == tmp_path / "xdg" / "maxbatch" / "tokens"
+    )
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "home/.cache/maxbatch/tokens"
+    assert (
+        opened(changed(config, data_cache_dir="")).folder.parent
+        == tmp_path / "home/.cache/maxbatch/tokens"
+    )
 
 
 def test_an_entry_that_is_there_needs_no_writing(config: Config) -> None:
@@ -355,7 +410,9 @@ def test_a_file_that_is_written_to_while_it_is_read_is_told_as_that(
         return documents(source, *pieces)
 
     monkeypatch.setattr(DocumentSource, "documents", torn)
-    with pytest.raises(ConfigError, match="changed while it was read; start again once it is complete"):
+    with pytest.raises(
+        ConfigError, match="changed while it was read; start again once it is complete"
+    ):
         opened(config)
 
 
@@ -373,18 +430,22 @@ def test_a_plan_of_any_format_loads_neither_formats_nor_tokenizers(tmp_path: Pat
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_bpe(tmp_path, "<|endoftext|>")
     overrides = [
-        "dataset_type=parquet", "dataset_path=a.parquet", "tokenizer_type=huggingface", "tokenizer_path=.",
+        "dataset_type=parquet",
+        "dataset_path=a.parquet",
+        "tokenizer_type=huggingface",
+        "tokenizer_path=.",
         "vocab_size=512",
-    ]  # fmt: skip
+    ]
     config = load_config(overrides=overrides)
     open_store(config.store, make_tokenizer(config.tokenizer_type, config.tokenizer_path))
     script = (
-        "import sys\n"
-        "from maxbatch import load_config\n"
-        "from maxbatch.data.stream.sources import samples_per_epoch_if_cached\n"
-        "from maxbatch.config.combined import StreamConfig\n"
-        f"assert samples_per_epoch_if_cached(load_config(overrides={overrides!r}).stream) == 1\n"
-        "print(*sorted({'jax', 'grain', 'pyarrow', 'tokenizers', 'fsspec', 'array_record'} & set(sys.modules)))"
+        "import sys\nfrom maxbatch import load_config\nfrom maxbatch.data.stream.sources import "
+        "samples_per_epoch_if_cached\nfrom maxbatch.config.combined import StreamConfig\nassert "
+        f"samples_per_epoch_if_cached(load_config(overrides={overrides!r}).stream) == "
+        "1\nprint(*sorted({'jax', 'grain', 'pyarrow', 'tokenizers', 'fsspec', 'array_record'} "
+        "& set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""

@@ -63,20 +63,26 @@ def test_a_tokenizer_file_that_nothing_would_read_is_refused() -> None:
 
 
 def write_bpe(folder: Path, *special: str, **settings: Any) -> Path:
-    """A byte-level BPE `tokenizer.json` with a template that would add tokens, and with padding and truncation on."""
+    """A byte-level BPE `tokenizer.json` with a template that would add tokens, and with padding and
+    truncation on.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(special), show_progress=False,
+        vocab_size=300,
+        special_tokens=list(special),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
     if special:
         pair = (special[0], tokenizer.token_to_id(special[0]))
-        tokenizer.post_processor = processors.TemplateProcessing(f"{special[0]} $A", special_tokens=[pair])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{special[0]} $A", special_tokens=[pair]
+        )
     tokenizer.enable_padding(length=50)
     tokenizer.enable_truncation(3)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +93,9 @@ def write_bpe(folder: Path, *special: str, **settings: Any) -> Path:
 
 
 def write_without_unk_token(folder: Path) -> Path:
-    """A word-level `tokenizer.json` that knows "a" and "b", and names an unk_token that it lacks."""
+    """A word-level `tokenizer.json` that knows "a" and "b", and names an unk_token that it
+    lacks.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
@@ -102,14 +110,21 @@ def write_sentencepiece(path: Path, **options: Any) -> Path:
 
     with open(path, "wb") as model:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20), model_writer=model,
-            vocab_size=60, hard_vocab_limit=False, byte_fallback=False, minloglevel=2, **options,
-        )  # fmt: skip
+            sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20),
+            model_writer=model,
+            vocab_size=60,
+            hard_vocab_limit=False,
+            byte_fallback=False,
+            minloglevel=2,
+            **options,
+        )
     return path
 
 
 def tokenizer_of(kind: str, path: Path | str, *overrides: str) -> Tokenizer:
-    return tokenizer_in(load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides]))
+    return tokenizer_in(
+        load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides])
+    )
 
 
 def test_a_hugging_face_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
@@ -120,7 +135,10 @@ def test_a_hugging_face_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
         assert tokenizer.bos_id not in ids and tokenizer.eos_id not in ids, "text is text"
     batch = tokenizer.encode_utf8_batch([b"the fox", b"", b"dog"])
     assert [tokenizer.decode(ids) for ids in batch] == ["the fox", "", "dog"]
-    assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("fox"), tokenizer.eos_id, 10**6]) == "fox"
+    assert (
+        tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("fox"), tokenizer.eos_id, 10**6])
+        == "fox"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +161,9 @@ def test_special_tokens_are_found_by_their_usual_names_or_as_the_config_beside_s
 
 
 @pytest.mark.parametrize("key", ["add_bos", "add_eos"])
-def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_works(tmp_path: Path, key: str) -> None:
+def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_works(
+    tmp_path: Path, key: str
+) -> None:
     others = {"add_bos": "add_eos", "add_eos": "add_bos"}
     path = write_bpe(tmp_path)
     overrides = ["tokenizer_type=huggingface", f"tokenizer_path={path}", f"{others[key]}=false"]
@@ -157,11 +177,15 @@ def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_wo
 def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
     path = write_bpe(tmp_path, "<s>", "</s>")
     tokenizer = json.loads(path.read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 999, "content": "<|far|>"})
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": 999, "content": "<|far|>"}
+    )
     tokenizer["model"]["vocab"]["<|far|>"] = 999
     path.write_text(json.dumps(tokenizer))
     assert tokenizer_of("huggingface", path).vocab_size == 1000
-    config = load_config(overrides=["tokenizer_type=huggingface", f"tokenizer_path={path}", "vocab_size=999"])
+    config = load_config(
+        overrides=["tokenizer_type=huggingface", f"tokenizer_path={path}", "vocab_size=999"]
+    )
     with pytest.raises(ConfigError, match=r"vocab_size=999: .*1000 tokens; works: vocab_size=1000"):
         check_vocabulary(config, tokenizer_in(config).vocab_size)
 
@@ -180,7 +204,9 @@ def test_a_sentencepiece_model_round_trips(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("sentencepiece", write_sentencepiece(tmp_path / "a.model"))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
     ids = tokenizer.encode("the lazy fox")
-    assert tokenizer.decode([1, *ids, 2, 10**6]) == "the lazy fox" and not {1, 2} & set(ids.tolist())
+    assert tokenizer.decode([1, *ids, 2, 10**6]) == "the lazy fox" and not {1, 2} & set(
+        ids.tolist()
+    )
     assert max(ids) < tokenizer.vocab_size <= 60
     with_pad = write_sentencepiece(tmp_path / "b.model", pad_id=3, bos_id=-1)
     tokenizer = tokenizer_of("sentencepiece", with_pad)
@@ -189,9 +215,10 @@ def test_a_sentencepiece_model_round_trips(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_a_tokenizer_travels_to_another_process_as_its_path(tmp_path: Path, kind: str) -> None:
-    path = {"huggingface": write_bpe, "sentencepiece": lambda folder: write_sentencepiece(folder / "a.model")}[kind](
-        tmp_path
-    )
+    path = {
+        "huggingface": write_bpe,
+        "sentencepiece": lambda folder: write_sentencepiece(folder / "a.model"),
+    }[kind](tmp_path)
     tokenizer = tokenizer_of(kind, path)
     ids = tokenizer.encode("fox")
     packed = pickle.dumps(tokenizer)
@@ -201,7 +228,9 @@ def test_a_tokenizer_travels_to_another_process_as_its_path(tmp_path: Path, kind
     with pytest.raises(ConfigError, match="has changed since this start hashed it"):
         pickle.loads(packed).encode("fox")
     assert pickle.loads(pickle.dumps(tokenizer)).identity == tokenizer.identity
-    assert tokenizer.encode("fox").tolist() == ids.tolist(), "this process has the content that was hashed"
+    assert tokenizer.encode("fox").tolist() == ids.tolist(), (
+        "this process has the content that was hashed"
+    )
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
@@ -218,10 +247,14 @@ def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, kind: str) -> Non
         tokenizer_of(kind, tmp_path / "bad").encode("x")
 
 
-def test_an_unk_token_outside_of_the_vocabulary_is_one_line_once_it_is_needed(tmp_path: Path) -> None:
+def test_an_unk_token_outside_of_the_vocabulary_is_one_line_once_it_is_needed(
+    tmp_path: Path,
+) -> None:
     tokenizer = tokenizer_of("huggingface", write_without_unk_token(tmp_path))
     assert tokenizer.encode("a b").tolist() == [0, 1]
-    with pytest.raises(ConfigError, match=r"tokenizer_path=.*\[UNK\].*unk_token must be in its vocabulary") as raised:
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_path=.*\[UNK\].*unk_token must be in its vocabulary"
+    ) as raised:
         tokenizer.encode("a c")
     assert "\n" not in str(raised.value)
 
@@ -243,7 +276,8 @@ def test_a_tokenizer_that_is_no_file_is_one_line(tmp_path: Path, kind: str, path
     os.mkfifo("folder/tokenizer.json")
     os.mkfifo("folder/a.model")
     with pytest.raises(
-        ConfigError, match=r"tokenizer_path='.*': (no such file|must be a folder with a file|must be UTF-8 text)"
+        ConfigError,
+        match=r"tokenizer_path='.*': (no such file|must be a folder with a file|must be UTF-8 text)",
     ):
         tokenizer_of(kind, path)
 
@@ -255,7 +289,9 @@ def test_a_text_with_half_of_a_surrogate_pair_is_one_line(tmp_path: Path, kind: 
         tokenizer_of(kind, path).encode("a\udcff")
 
 
-@pytest.mark.parametrize(("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")])
+@pytest.mark.parametrize(
+    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
+)
 def test_a_library_that_is_not_installed_names_the_extra_and_only_when_it_is_needed(
     tmp_path: Path, kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,5 +299,7 @@ def test_a_library_that_is_not_installed_names_the_extra_and_only_when_it_is_nee
     monkeypatch.setitem(sys.modules, package, None)
     tokenizer = tokenizer_of(kind, tmp_path / "file")
     assert tokenizer.identity.startswith(kind)
-    with pytest.raises(ConfigError, match=rf"tokenizer_type={kind}: needs {package}.*maxbatch\[text\]"):
+    with pytest.raises(
+        ConfigError, match=rf"tokenizer_type={kind}: needs {package}.*maxbatch\[text\]"
+    ):
         _ = tokenizer.vocab_size

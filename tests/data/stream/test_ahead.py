@@ -39,9 +39,14 @@ def test_elements_come_in_order_and_all() -> None:
     ahead.close()
 
 
-def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.count(0.0, 0.005)  # each element is returned and the next one asked for: 5 ms each
-    monkeypatch.setattr("maxbatch.data.stream.reader.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # each element is returned and the next one asked for: 5 ms each
+    seconds = itertools.count(0.0, 0.005)
+    monkeypatch.setattr(
+        "maxbatch.data.stream.reader.time", SimpleNamespace(monotonic=lambda: next(seconds))
+    )
     blocks = Slow(10**6)
     ahead = ReadAheadByTime(blocks, seconds=0.4, least=2, most=1000)
     for _ in range(85):

@@ -1,4 +1,6 @@
-"""A store of 10⁹ documents opens at once, and its rows are read, in memory that does not grow with the documents."""
+"""A store of 10⁹ documents opens at once, and its rows are read, in memory that does not grow with
+the documents.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ print(json.dumps(dict(documents=documents, opened=opened, read=read, segments=se
 
 
 def write_store(folder: Path) -> int:
-    """Writes a store whose last 10⁶ documents have tokens; the others are empty, and holes of its files.
+    """Writes a store whose last 10⁶ documents have tokens; the others are empty, and holes of its
+    files.
 
     Returns:
       Its tokens.
@@ -51,10 +54,23 @@ def write_store(folder: Path) -> int:
         file.truncate(2 * tokens)
     sizes = {name: (folder / name).stat().st_size for name in (ONE_SHARD, OFFSETS)}
     manifest = {
-        "version": VERSION, "content": "0" * 32, "documents": DOCUMENTS, "tokens": tokens, "text_bytes": tokens,
-        "skipped_records": 0, "held_out": [], "tokenizer": "byte", "vocab_size": 258, "dtype": "uint16", "bos": [256],
-        "eos": [257], "hashed_as": "uint8", "sizes": sizes, "offsets_crc32": 0, "signature": "0" * 32,
-    }  # fmt: skip
+        "version": VERSION,
+        "content": "0" * 32,
+        "documents": DOCUMENTS,
+        "tokens": tokens,
+        "text_bytes": tokens,
+        "skipped_records": 0,
+        "held_out": [],
+        "tokenizer": "byte",
+        "vocab_size": 258,
+        "dtype": "uint16",
+        "bos": [256],
+        "eos": [257],
+        "hashed_as": "uint8",
+        "sizes": sizes,
+        "offsets_crc32": 0,
+        "signature": "0" * 32,
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest))
     return tokens
 
@@ -62,7 +78,9 @@ def write_store(folder: Path) -> int:
 def test_a_billion_documents_open_within_seconds_and_every_row_is_found(tmp_path: Path) -> None:
     tokens = write_store(tmp_path / "tokens")
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout)
     assert found["documents"] == DOCUMENTS and found["opened"] < 10 and found["read"] < 0.1
     assert found["peak_kb"] < 500_000

@@ -1,4 +1,6 @@
-"""Rows of a store with a document table read by range equal the rows of the same store in memory."""
+"""Rows of a store with a document table read by range equal the rows of the same store in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from maxbatch import ConfigError
 from maxbatch.data.store import document_table
 from maxbatch.data.store.document_table import RangedTable, WholeTable
 from maxbatch.data.store.heldout import HeldOutFraction, Records
-from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Extents, WholeLayout
+from maxbatch.data.stream.rows import (
+    BlockLayout,
+    ConcatenatePlan,
+    DocumentPlan,
+    Extents,
+    WholeLayout,
+)
 from tests.data.store.test_document_table import Saved
 
 # Of up to 25 blocks; a tenth of the documents is long, and many are empty.
 LENGTHS = st.builds(
-    lambda size, seed: np.random.default_rng(seed).choice([0, 0, 1, 4, 9], size) + 200 * (np.arange(size) % 10 == 5),
+    lambda size, seed: (
+        np.random.default_rng(seed).choice([0, 0, 1, 4, 9], size)
+        + 200 * (np.arange(size) % 10 == 5)
+    ),
     st.integers(6, 200),
     st.integers(0, 1000),
 )
@@ -61,11 +72,17 @@ def test_rows_by_blocks_are_those_of_the_whole_table(
         patch.setattr(document_table, "BLOCK_DOCUMENTS", 8)
         patch.setattr(document_table.LocalTable, "block_documents", 8)
         patch.setattr(document_table, "_RUN_DOCUMENTS", 24)
-        lay = partial(BlockLayout, store_of(offsets, Saved(offsets) if is_remote else None), documents)
+        lay = partial(
+            BlockLayout, store_of(offsets, Saved(offsets) if is_remote else None), documents
+        )
         whole = partial(WholeLayout, Extents.of(offsets, documents.between(0, len(lengths))))
         here, there = plan_type(whole, row_length), plan_type(lay, row_length)
         assert (there.num_rows, there.num_tokens) == (here.num_rows, here.num_tokens)
-        rows = st.lists(st.integers(0, max(0, here.num_rows - 1)), max_size=5) if here.num_rows else st.just([])
+        rows = (
+            st.lists(st.integers(0, max(0, here.num_rows - 1)), max_size=5)
+            if here.num_rows
+            else st.just([])
+        )
         for asked in (range(here.num_rows), data.draw(rows)):
             rows_n = np.array(asked, np.int64)
             for found, expected in zip(there.pieces(rows_n), here.pieces(rows_n), strict=True):

@@ -28,7 +28,8 @@ def texts() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["packing=false", "max_target_length=24", "add_eos=false", "packing_strategy=best_fit"]
+    "override",
+    ["packing=false", "max_target_length=24", "add_eos=false", "packing_strategy=best_fit"],
 )
 def test_a_length_is_remembered_for_the_settings_that_it_was_found_with(override: str) -> None:
     stream = open_stream(config_of(*KEYS))
@@ -64,6 +65,8 @@ def test_a_plan_of_a_remembered_epoch_imports_neither_numpy_nor_jax() -> None:
         f"assert main(['plan', *{KEYS!r}, '--json']) == 0\n"
         "assert not {'numpy', 'jax'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert f'"samples_per_epoch": {length}' in done.stdout

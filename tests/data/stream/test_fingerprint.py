@@ -16,7 +16,9 @@ def some_rows(count: int = 12, length: int = 20, seed: int = 0) -> Rows:
     filled = np.arange(length) < rng.integers(2, length + 1, (count, 1))
     segments = np.where(filled, 1 + (np.arange(length) > 7), 0)
     return {
-        "tokens": np.where(filled, rng.integers(0, 2**31 - 1, (count, length)), 258).astype(np.int32),
+        "tokens": np.where(filled, rng.integers(0, 2**31 - 1, (count, length)), 258).astype(
+            np.int32
+        ),
         "segments": segments.astype(np.int32),
         "weights": (filled & (np.arange(length) > 0)).astype(np.float32),
     }
@@ -45,7 +47,9 @@ def test_numpy_and_jax_give_the_same_bits(compiled: bool) -> None:
         arguments = [jnp.asarray(rows[name]) for name in ("tokens", "segments", "weights")]
         on_device = (jax.jit(summed) if compiled else summed)(*arguments)
     hashes = hashes_in(np, rows)
-    for here, there in zip((hashes, limb_sums(np, hashes), carry(np, limb_sums(np, hashes))), on_device, strict=True):
+    for here, there in zip(
+        (hashes, limb_sums(np, hashes), carry(np, limb_sums(np, hashes))), on_device, strict=True
+    ):
         assert here.dtype == there.dtype == np.uint32
         assert np.array_equal(here, np.asarray(there))
     assert to_hex(on_device[1]) == fingerprint([rows])
@@ -66,12 +70,16 @@ def test_order_and_grouping_of_rows_do_not_matter() -> None:
     rows = some_rows()
     order = np.random.default_rng(1).permutation(12)
     shuffled = {name: array[order] for name, array in rows.items()}
-    blocks = [{name: array[part] for name, array in rows.items()} for part in (slice(0, 5), slice(5, 5), slice(5, 12))]
+    blocks = [
+        {name: array[part] for name, array in rows.items()}
+        for part in (slice(0, 5), slice(5, 5), slice(5, 12))
+    ]
     assert fingerprint([rows]) == fingerprint([shuffled]) == fingerprint(blocks)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tokens", 7), ("segments", 2), ("weights", 0), ("weights", 0.5), ("weights", 1 + 2**-23)]
+    ("name", "value"),
+    [("tokens", 7), ("segments", 2), ("weights", 0), ("weights", 0.5), ("weights", 1 + 2**-23)],
 )
 @pytest.mark.parametrize("slot", [1, 5])
 def test_any_change_of_one_slot_changes_it(name: str, value: float, slot: int) -> None:
@@ -98,7 +106,10 @@ def test_a_row_twice_is_not_a_row_never() -> None:
 
 def test_padding_rows_do_not_count() -> None:
     rows = some_rows()
-    padded = {name: np.concatenate([array, np.zeros((3, 20), array.dtype)]) for name, array in rows.items()}
+    padded = {
+        name: np.concatenate([array, np.zeros((3, 20), array.dtype)])
+        for name, array in rows.items()
+    }
     assert fingerprint([padded]) == fingerprint([rows])
     assert fingerprint([]) == "0" * 16
 
@@ -111,7 +122,11 @@ def test_hashes_are_spread_over_all_bits() -> None:
     }
     hashes = hashes_in(np, counting)
     assert len(np.unique(hashes, axis=0)) == 20_000
-    ones = [float(np.mean(hashes[:, lane] >> bit & 1)) for lane in (0, 1) for bit in np.arange(32, dtype=np.uint32)]
+    ones = [
+        float(np.mean(hashes[:, lane] >> bit & 1))
+        for lane in (0, 1)
+        for bit in np.arange(32, dtype=np.uint32)
+    ]
     assert min(ones) > 0.48 and max(ones) < 0.52
 
 
@@ -120,7 +135,11 @@ def test_the_largest_sums_carry_without_loss(xp) -> None:
     limbs = xp.full(4, 0xFFFFFFFF, dtype=xp.uint32)
     carried = np.asarray(carry(xp, limbs))
     assert (carried < 1 << 16).all()
-    assert to_hex(carried) == to_hex(limbs) == f"{sum(0xFFFFFFFF << 16 * place for place in range(4)) % (1 << 64):016x}"
+    assert (
+        to_hex(carried)
+        == to_hex(limbs)
+        == f"{sum(0xFFFFFFFF << 16 * place for place in range(4)) % (1 << 64):016x}"
+    )
     largest = xp.full((65536, 2), 0xFFFFFFFF, dtype=xp.uint32)
     assert to_hex(limb_sums(xp, largest)) == f"{65536 * (2**64 - 1) % (1 << 64):016x}"
 

@@ -62,7 +62,9 @@ def parts(mixture: str, *overrides: str) -> list[tuple[str, Fraction, str]]:
     return [(source.name, source.weight, source.config.dataset_path) for source in sources]
 
 
-@pytest.mark.parametrize("weights", ["0.6 0.3 0.1", "6 3 1", "6e2 3e2 100", "3/5 3/10 1/10", ".6 0.30 1e-1"])
+@pytest.mark.parametrize(
+    "weights", ["0.6 0.3 0.1", "6 3 1", "6e2 3e2 100", "3/5 3/10 1/10", ".6 0.30 1e-1"]
+)
 def test_weights_are_exact_and_their_ratios_count(weights: str) -> None:
     line = ";".join(f"{name}.jsonl,{w}" for name, w in zip(SIZES, weights.split(), strict=True))
     assert parts(line) == [
@@ -84,18 +86,32 @@ def test_a_list_in_a_config_file_is_a_mixture(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("path", ["", "web.jsonl", "web.jsonl;code.jsonl", "*.json", "a,b.jsonl", "x,nan"])
+@pytest.mark.parametrize(
+    "path", ["", "web.jsonl", "web.jsonl;code.jsonl", "*.json", "a,b.jsonl", "x,nan"]
+)
 def test_paths_without_weights_are_no_mixture(path: str) -> None:
     assert read_mixture(mixture_config(path).stream) is None
 
 
 @pytest.mark.parametrize("name", ["mix.yml", "mix.yaml", "mix.json"])
-def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(tmp_path: Path, name: str) -> None:
+def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "below").mkdir()
     sources = {
         "web": {"path": "../web.jsonl", "weight": 0.1},
-        "code": {"path": "x.parquet;y/*.parquet", "weight": 0.2, "dataset_type": "parquet", "text_field": "c"},
-        "all": {"path": "/data/z", "weight": 7, "dataset_type": "arrayrecord", "record_format": "example"},
+        "code": {
+            "path": "x.parquet;y/*.parquet",
+            "weight": 0.2,
+            "dataset_type": "parquet",
+            "text_field": "c",
+        },
+        "all": {
+            "path": "/data/z",
+            "weight": 7,
+            "dataset_type": "arrayrecord",
+            "record_format": "example",
+        },
         "remote": {"path": "gs://bucket/z", "weight": 1},
         "python": {"weight": 1, "dataset_type": "python_stdlib"},
     }
@@ -104,18 +120,29 @@ def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(tmp_path: P
     assert mixture is not None and [source.name for source in mixture] == list(sources)
     below = tmp_path / "below"
     assert [source.config.dataset_path for source in mixture] == [
-        f"{below}/../web.jsonl", f"{below}/x.parquet;{below}/y/*.parquet", "/data/z", "gs://bucket/z", "",
-    ]  # fmt: skip
+        f"{below}/../web.jsonl",
+        f"{below}/x.parquet;{below}/y/*.parquet",
+        "/data/z",
+        "gs://bucket/z",
+        "",
+    ]
     assert [s.config.dataset_type for s in mixture] == [
-        "jsonl", "parquet", "arrayrecord", "jsonl", "python_stdlib",
-    ]  # fmt: skip
+        "jsonl",
+        "parquet",
+        "arrayrecord",
+        "jsonl",
+        "python_stdlib",
+    ]
     assert (mixture[1].config.text_field, mixture[2].config.record_format) == ("c", "example")
     assert [source.weight for source in mixture] == [Fraction(n, 93) for n in (1, 2, 70, 10, 10)]
 
 
 REFUSED_LINES = {
     "a path without a weight": ("web.jsonl,0.5;code.jsonl", "code.jsonl has no weight"),
-    "a weight of zero": ("web.jsonl,0.5;code.jsonl,0", "weight=0: must be greater than 0; works: weight=1"),
+    "a weight of zero": (
+        "web.jsonl,0.5;code.jsonl,0",
+        "weight=0: must be greater than 0; works: weight=1",
+    ),
     "a weight below zero": ("web.jsonl,-1", "weight=-1: must be greater than 0"),
     "no path": (",0.5;code.jsonl,1", "a source has no path"),
     "an empty part": ("web.jsonl,0.5;", "a source has no path"),
@@ -136,29 +163,48 @@ REFUSED_FILES = {
     "empty": ("", "must map names to sources"),
     "an empty mapping": ("{}", "must map names to sources"),
     "a list": ("[a, b]", "must map names to sources"),
-    "a name twice": ("a: {path: x, weight: 1}\na: {path: y, weight: 1}", "mix.yml:2: a is stated twice"),
+    "a name twice": (
+        "a: {path: x, weight: 1}\na: {path: y, weight: 1}",
+        "mix.yml:2: a is stated twice",
+    ),
     "a name of two lines": ('"a\\nb": {path: x, weight: 1}', "must be one line of text"),
     "a source without fields": ("a: 3", "source a: must have fields"),
     "no weight": ("a: {path: x}", "source a: has no weight; works: weight: 0.5"),
     "an empty weight": ("a: {path: x, weight: }", "source a: has no weight"),
     "no path": ("a: {weight: 1}", "source a: has no path; works: path: web.jsonl"),
-    "a weight of zero": ("a: {path: x, weight: 0.0}", "source a: weight=0.0: must be greater than 0"),
-    "a weight that is none": ("a: {path: x, weight: lots}", "source a: weight=lots: must be a number"),
+    "a weight of zero": (
+        "a: {path: x, weight: 0.0}",
+        "source a: weight=0.0: must be greater than 0",
+    ),
+    "a weight that is none": (
+        "a: {path: x, weight: lots}",
+        "source a: weight=lots: must be a number",
+    ),
     "a truth value": ("a: {path: x, weight: true}", "source a: weight=true: must be a number"),
     "a time of day": ("a: {path: x, weight: 1:30}", "source a: weight=1:30: must be a number"),
     "a field like none": ("a: {path: x, foo: 1}", "source a: unknown field foo; one of path, "),
-    "an unknown field": ("a: {path: x, wieght: 1}", "source a: unknown field wieght; nearest: weight"),
+    "an unknown field": (
+        "a: {path: x, wieght: 1}",
+        "source a: unknown field wieght; nearest: weight",
+    ),
     "a field twice": ("a: {path: x, path: y, weight: 1}", "mix.yml:1: path is stated twice"),
     "a field that is a list": ("a: {path: [x], weight: 1}", "field path takes one value"),
     "an unknown type": (
-        "a: {path: x, weight: 1, dataset_type: jsonls}", "dataset_type=jsonls: must be one of",
+        "a: {path: x, weight: 1, dataset_type: jsonls}",
+        "dataset_type=jsonls: must be one of",
     ),
-    "made rows": ("a: {path: x, weight: 1, dataset_type: synthetic}", "dataset_type=synthetic: must be one of"),
+    "made rows": (
+        "a: {path: x, weight: 1, dataset_type: synthetic}",
+        "dataset_type=synthetic: must be one of",
+    ),
     "a path of no use": ("a: {path: x, weight: 1, dataset_type: python_stdlib}", "reads no path"),
-    "the same path twice": ("a: {path: x, weight: 1}\nb: {path: y;x, weight: 1}", "is in source a as well"),
+    "the same path twice": (
+        "a: {path: x, weight: 1}\nb: {path: y;x, weight: 1}",
+        "is in source a as well",
+    ),
     "a mixture in a mixture": ("a: {path: b.yml, weight: 1}", "b.yml names a mixture file"),
     "no YAML": ("a: {path", "mix.yml:1: is not valid YAML"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED_FILES)
@@ -170,7 +216,9 @@ def test_a_file_that_is_no_mixture_is_refused(tmp_path: Path, case: str) -> None
 
 
 def test_a_mixture_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"dataset_path='no/mix.yml': .* does not exist \(seen from"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_path='no/mix.yml': .* does not exist \(seen from"
+    ):
         read_mixture(mixture_config("no/mix.yml").stream)
 
 
@@ -205,7 +253,9 @@ def test_a_mixture_with_made_rows_is_refused() -> None:
 
 
 def source_of(tokens: np.ndarray) -> str:
-    """The source that the first token of a document's first row shows (packing=false; bos comes before it)."""
+    """The source that the first token of a document's first row shows (packing=false; bos comes
+    before it).
+    """
     return {ord(name[0]): name for name in SIZES}[int(tokens)]
 
 
@@ -254,7 +304,9 @@ def test_each_source_goes_through_epochs_of_its_own() -> None:
             assert sorted(of_epoch) == list(range(rows)) and of_epoch != list(range(rows))
 
 
-def test_a_source_is_shuffled_by_its_content_not_by_its_neighbours_name_or_path(tmp_path: Path) -> None:
+def test_a_source_is_shuffled_by_its_content_not_by_its_neighbours_name_or_path(
+    tmp_path: Path,
+) -> None:
     def order(stream: Stream, source: str) -> list[int]:
         return [p.row for p in map(stream.row, range(1000)) if p.source == source][:40]
 
@@ -264,7 +316,9 @@ def test_a_source_is_shuffled_by_its_content_not_by_its_neighbours_name_or_path(
         (moved / f"{name}.jsonl").write_bytes((tmp_path / f"{name}.jsonl").read_bytes())
     first = opened(mixture_file(tmp_path, FILE))
     there = opened(mixture_file(moved, FILE))
-    other = opened(mixture_file(tmp_path, FILE.replace("books:", "novels:").replace("0.6", "0.5"), "other.yml"))
+    other = opened(
+        mixture_file(tmp_path, FILE.replace("books:", "novels:").replace("0.6", "0.5"), "other.yml")
+    )
     assert order(first, "web") == order(there, "web") == order(other, "web")
     assert order(first, "books") == order(other, "novels")
     assert first.identity == there.identity
@@ -275,7 +329,9 @@ def test_two_sources_of_one_content_do_not_march_in_step(tmp_path: Path) -> None
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "web.jsonl").read_bytes())
     stream = opened("web.jsonl,1;copy.jsonl,1")
     places = [stream.row(index) for index in range(100)]
-    web, copy = ([p.row for p in places if p.source == f"{name}.jsonl"][:20] for name in ("web", "copy"))
+    web, copy = (
+        [p.row for p in places if p.source == f"{name}.jsonl"][:20] for name in ("web", "copy")
+    )
     assert web != copy
 
 
@@ -299,7 +355,10 @@ def test_the_identity_knows_weights_order_and_contents_of_the_sources(tmp_path: 
     assert not differing(FILE.replace("books:", "novels:"))
     assert differing(FILE, "max_target_length=20") == {"max_target_length"}
     assert differing(FILE, "data_shuffle_seed=1") == {"data_shuffle_seed"}
-    assert differing(FILE, "packing=true", "packing_strategy=best_fit") == {"packing", "packing_strategy"}
+    assert differing(FILE, "packing=true", "packing_strategy=best_fit") == {
+        "packing",
+        "packing_strategy",
+    }
     write_jsonl(tmp_path / "code.jsonl", [{"text": "other"}])
     assert differing(FILE) == {"source 1: content"}
 
@@ -315,7 +374,9 @@ def test_any_way_of_asking_gives_the_same_samples(packing: str) -> None:
         assert same(reader.take(260), block)
     mixed = np.random.default_rng(0).permutation(260)
     assert same(stream.batch(start + mixed), {name: array[mixed] for name, array in block.items()})
-    assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(block, (0, LENGTH))
+    assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(
+        block, (0, LENGTH)
+    )
 
 
 def test_worker_processes_give_the_same_samples() -> None:
@@ -351,7 +412,9 @@ def test_the_held_out_part_of_each_source_comes_once_one_after_the_other() -> No
     assert [p.row for p in rows] == [row for count in held_out.values() for row in range(count)]
     assert stream.samples_by_source(25) == {"web.jsonl": 24, "code.jsonl": 1, "books.jsonl": 0}
     kept = Counter(row.tobytes() for row in stream.read(0, len(rows))["tokens"])
-    seen = Counter(row.tobytes() for row in opened(LINE, "eval_fraction=0.2").read(0, 3000)["tokens"])
+    seen = Counter(
+        row.tobytes() for row in opened(LINE, "eval_fraction=0.2").read(0, 3000)["tokens"]
+    )
     assert not kept.keys() & seen.keys()
     with pytest.raises(IndexError, match=f"0 to {len(rows) - 1}"):
         stream[len(rows)]
@@ -366,19 +429,25 @@ def test_a_held_out_path_is_held_out_of_every_source(tmp_path: Path) -> None:
     overrides = ["eval_dataset_path=all/val.jsonl", "max_target_length=100"]
     stats = opened("all,0.6;code.jsonl,0.4", *overrides).stats()
     assert {name: source["documents"] for name, source in stats["sources"].items()} == {
-        "all": SIZES["web"], "code.jsonl": SIZES["code"],
-    }  # fmt: skip
+        "all": SIZES["web"],
+        "code.jsonl": SIZES["code"],
+    }
     held_out = opened("all,0.6;code.jsonl,0.4", *overrides, split="eval")
     assert held_out.samples_per_epoch == SIZES["books"]
     assert held_out.samples_by_source(3) is None and held_out.row(0).source is None
 
 
-@pytest.mark.parametrize("value", ["web.jsonl,1", "web.jsonl,0.5;code.jsonl,0.5", "web.jsonl;code.jsonl,2"])
+@pytest.mark.parametrize(
+    "value", ["web.jsonl,1", "web.jsonl,0.5;code.jsonl,0.5", "web.jsonl;code.jsonl,2"]
+)
 def test_held_out_paths_take_no_weights(value: str) -> None:
     with pytest.raises(ConfigError, match="held-out data have no weights") as raised:
         open_stream(mixture_config("books.jsonl", f"eval_dataset_path={value}"))
     suggested = str(raised.value).rpartition("works: eval_dataset_path=")[2].strip("'")
-    assert open_stream(mixture_config("books.jsonl", f"eval_dataset_path={suggested}"), "eval") is not None
+    assert (
+        open_stream(mixture_config("books.jsonl", f"eval_dataset_path={suggested}"), "eval")
+        is not None
+    )
     with pytest.raises(ConfigError, match="names a mixture file"):
         open_stream(mixture_config("books.jsonl", "eval_dataset_path=mix.yml"))
 
@@ -388,7 +457,10 @@ def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> No
     with pytest.raises(ConfigError, match=r"num_epochs of a mixture.*works: train_samples=1000000"):
         samples_per_epoch_if_cached(config.stream)
     stream = opened(LINE)
-    assert stream.samples_per_epoch is None and samples_per_epoch_if_cached(mixture_config(LINE).stream) is None
+    assert (
+        stream.samples_per_epoch is None
+        and samples_per_epoch_if_cached(mixture_config(LINE).stream) is None
+    )
     with pytest.raises(ConfigError, match=r"num_epochs=1\.5: num_epochs of a mixture") as raised:
         open_stream(config)
     works = str(raised.value).rpartition("works: ")[2]
@@ -398,7 +470,9 @@ def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> No
 
 def test_a_source_that_cannot_be_opened_is_named() -> None:
     file = mixture_file(Path("."), FILE.replace("books.jsonl", "none.jsonl"))
-    with pytest.raises(ConfigError, match=r"source books of the mixture: dataset_path='.*none.jsonl'"):
+    with pytest.raises(
+        ConfigError, match=r"source books of the mixture: dataset_path='.*none.jsonl'"
+    ):
         open_stream(mixture_config(file))
 
 

@@ -45,7 +45,18 @@ def test_every_window_of_1000_has_each_source_within_one_of_its_share(weights, b
 
 
 @pytest.mark.parametrize(
-    "shares", [[1, 1], [1, 2], [7, 3], [1, 1, 1], [9999, 1], [1, 3, 5, 7, 11, 13], [6, 6, 6, 981], [1] * 17, [1] * 1700]
+    "shares",
+    [
+        [1, 1],
+        [1, 2],
+        [7, 3],
+        [1, 1, 1],
+        [9999, 1],
+        [1, 3, 5, 7, 11, 13],
+        [6, 6, 6, 981],
+        [1] * 17,
+        [1] * 1700,
+    ],
 )
 def test_every_window_holds_over_a_whole_period(shares: list[int]) -> None:
     weights = weights_of(shares)
@@ -59,7 +70,9 @@ def test_shares_are_exact_in_the_long_run(shares: list[int]) -> None:
     weights = weights_of(shares)
     period = WINDOW * WeightedOrder(weights)._steps
     for turns in (1, 7, 10**9):
-        assert WeightedOrder(weights).counts(turns * period) == [turns * period * weight for weight in weights]
+        assert WeightedOrder(weights).counts(turns * period) == [
+            turns * period * weight for weight in weights
+        ]
 
 
 @given(weights=WEIGHTS, position=st.integers(0, 4000))
@@ -86,7 +99,9 @@ def test_places_of_a_source_follow_each_other(first: int) -> None:
     source_n, place_n = order.at(range(first, first + 2500))
     for source in range(3):
         places = place_n[source_n == source].tolist()
-        assert places == list(range(order.counts(first)[source], order.counts(first + 2500)[source]))
+        assert places == list(
+            range(order.counts(first)[source], order.counts(first + 2500)[source])
+        )
 
 
 def test_indices_in_any_order_have_the_same_origins() -> None:
@@ -133,8 +148,12 @@ def test_far_samples_cost_what_near_ones_cost(monkeypatch: pytest.MonkeyPatch) -
         tracemalloc.stop()
         return rounds, peak
 
-    near, far = rounds_and_bytes(10 * WINDOW), [rounds_and_bytes(index) for index in (10**9, BIG, 10**18)]
-    # Euclid's algorithm takes more rounds with more blocks, but never more than the digits of q allow.
+    near, far = (
+        rounds_and_bytes(10 * WINDOW),
+        [rounds_and_bytes(index) for index in (10**9, BIG, 10**18)],
+    )
+    # Euclid's algorithm takes more rounds with more blocks, but never more than the digits of q
+    # allow.
     assert all(rounds < 6 * 3 * 3 * 30 and peak < 2 * near[1] + 4096 for rounds, peak in far)
 
 
@@ -143,7 +162,9 @@ def test_a_pickled_order_is_its_weights() -> None:
     order.at(range(3000))
     pickled = pickle.dumps(order)
     assert len(pickled) < 1000
-    assert np.array_equal(pickle.loads(pickled).at(range(3000)).source_n, order.at(range(3000)).source_n)
+    assert np.array_equal(
+        pickle.loads(pickled).at(range(3000)).source_n, order.at(range(3000)).source_n
+    )
 
 
 @pytest.mark.parametrize("weights", [[Fraction(1, 2)], [Fraction(3, 2), Fraction(-1, 2)], [1, 0]])

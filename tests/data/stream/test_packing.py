@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from maxbatch import load_config
 from maxbatch.config.config import Config
 from maxbatch.data.stream import packing
-from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
+from maxbatch.data.stream.packing import (
+    BestFitPlan,
+    Packing,
+    best_fit,
+    find_best_fit,
+    open_best_fit,
+)
 from maxbatch.data.stream.rows import Extents
 from maxbatch.system.errors import TrainingError
 
@@ -22,7 +28,9 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 
 def packed(lengths: list[int], row_length: int) -> Packing:
-    return best_fit(Extents.of(np.concatenate([[0], np.cumsum(lengths)]), np.arange(len(lengths))), row_length)
+    return best_fit(
+        Extents.of(np.concatenate([[0], np.cumsum(lengths)]), np.arange(len(lengths))), row_length
+    )
 
 
 def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
@@ -39,7 +47,9 @@ def filled(packing: Packing) -> list[int]:
 def free_space_one_by_one(lengths: list[int], row_length: int) -> list[int]:
     """Best-fit decreasing as in the paper: every piece searches all rows."""
     pieces = [row_length] * sum(length // row_length for length in lengths)
-    pieces += sorted((length % row_length for length in lengths if length % row_length), reverse=True)
+    pieces += sorted(
+        (length % row_length for length in lengths if length % row_length), reverse=True
+    )
     rows: list[int] = []
     for piece in pieces:
         fitting = [row for row, free in enumerate(rows) if free >= piece]
@@ -89,7 +99,9 @@ def test_fewer_documents_are_cut_than_by_cutting_the_joined_sequence() -> None:
     assert len(packed(lengths.tolist(), 2048).start_P) == 5000
 
 
-def test_the_work_does_not_grow_with_the_number_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_does_not_grow_with_the_number_of_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from maxbatch.data.stream import packing as module
 
     def group_operations(documents: int) -> int:
@@ -193,9 +205,16 @@ def damaged(file: Path, how: str) -> None:
 
 
 DAMAGES = [
-    "cut short", "empty", "another file", "of another version", "a list", "a text", "a flipped bit",
-    "a flipped bit of the header", "zeros",
-]  # fmt: skip
+    "cut short",
+    "empty",
+    "another file",
+    "of another version",
+    "a list",
+    "a text",
+    "a flipped bit",
+    "a flipped bit of the header",
+    "zeros",
+]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -215,7 +234,9 @@ def test_a_plan_that_is_not_finished_leaves_nothing(tmp_path: Path, monkeypatch)
     config = config_in(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", fail)
-        with pytest.raises(TrainingError, match=r"data_cache_dir=.*packing: no space left") as raised:
+        with pytest.raises(
+            TrainingError, match=r"data_cache_dir=.*packing: no space left"
+        ) as raised:
             open_best_fit(*of(config), {}, documents)
     assert "\n" not in str(raised.value)
     assert list((tmp_path / "packing").iterdir()) == []
@@ -230,8 +251,12 @@ def test_a_pickled_plan_carries_no_arrays(tmp_path: Path) -> None:
     assert all_pieces(pickle.loads(pickled)) == whole
 
 
-@pytest.mark.parametrize("fields", [{"rows": 10**15}, {"pieces": -5}, {"rows": "1"}, {"rows": 10**15, "pieces": -1}])
-def test_a_header_that_states_another_size_than_the_file_has_is_damaged(tmp_path: Path, fields: dict) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"rows": 10**15}, {"pieces": -5}, {"rows": "1"}, {"rows": 10**15, "pieces": -1}]
+)
+def test_a_header_that_states_another_size_than_the_file_has_is_damaged(
+    tmp_path: Path, fields: dict
+) -> None:
     config = config_in(tmp_path)
     open_best_fit(*of(config), {}, documents)
     (file,) = (tmp_path / "packing").iterdir()

@@ -17,12 +17,24 @@ EOS = 257
 PAIR = {"prompt": "ab", "chosen": "cde", "rejected": "f"}
 
 
-def stream_of(folder: Path, records: Sequence[Mapping[str, Any]], *overrides: str, length: int = 8) -> Stream:
+def stream_of(
+    folder: Path, records: Sequence[Mapping[str, Any]], *overrides: str, length: int = 8
+) -> Stream:
     write_jsonl(folder / "pairs.jsonl", records)
-    return open_stream(load_config(overrides=[
-        "use_dpo=true", "dataset_type=jsonl", f"dataset_path={folder}/pairs.jsonl", f"data_cache_dir={folder}/cache",
-        f"max_target_length={length}", "enable_data_shuffling=false", "vocab_size=320", *overrides,
-    ]))  # fmt: skip
+    return open_stream(
+        load_config(
+            overrides=[
+                "use_dpo=true",
+                "dataset_type=jsonl",
+                f"dataset_path={folder}/pairs.jsonl",
+                f"data_cache_dir={folder}/cache",
+                f"max_target_length={length}",
+                "enable_data_shuffling=false",
+                "vocab_size=320",
+                *overrides,
+            ]
+        )
+    )
 
 
 def texts(stream: Stream, index: int) -> list[str]:
@@ -31,14 +43,23 @@ def texts(stream: Stream, index: int) -> list[str]:
     found = []
     for half in (slice(0, length), slice(length, None)):
         tokens, weights = sample["tokens"][half], sample["weights"][half]
-        read = [(stream.tokenizer.decode([token]), weight) for token, weight in zip(tokens, weights, strict=True)]
+        read = [
+            (stream.tokenizer.decode([token]), weight)
+            for token, weight in zip(tokens, weights, strict=True)
+        ]
         ids = read[: int((sample["segments"][half] > 0).sum())]
-        found.append("".join(f"[{text}]" if weight else text for text, weight in ids).replace("][", ""))
+        found.append(
+            "".join(f"[{text}]" if weight else text for text, weight in ids).replace("][", "")
+        )
     return found
 
 
-def test_a_sample_is_the_chosen_and_the_rejected_answer_each_after_the_prompt(tmp_path: Path) -> None:
-    stream = stream_of(tmp_path, [PAIR, {"chosen": "Say: no", "rejected": "Say: nothing"}], length=16)
+def test_a_sample_is_the_chosen_and_the_rejected_answer_each_after_the_prompt(
+    tmp_path: Path,
+) -> None:
+    stream = stream_of(
+        tmp_path, [PAIR, {"chosen": "Say: no", "rejected": "Say: nothing"}], length=16
+    )
     sample = stream[0]
     prompt = list(b"ab")
     assert sample["tokens"].tolist()[:6] == [*prompt, *b"cde", EOS]
@@ -70,7 +91,8 @@ def test_a_pair_that_is_too_long_is_cut_left_out_or_refused(tmp_path: Path) -> N
     assert stream_of(tmp_path, records).stats()["overlong_records"] == 1
     assert stream_of(tmp_path, records, "overlong=drop").samples_per_epoch == 1
     with pytest.raises(
-        ConfigError, match=r"the pair of .*pairs\.jsonl line 2 has 11 tokens.*works: max_target_length=11"
+        ConfigError,
+        match=r"the pair of .*pairs\.jsonl line 2 has 11 tokens.*works: max_target_length=11",
     ):
         stream_of(tmp_path, records, "overlong=error")
     with pytest.raises(ConfigError, match="all 2 pairs are longer"):
@@ -87,16 +109,29 @@ def test_a_held_out_share_counts_pairs_and_keeps_their_answers_together(tmp_path
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": "a", "chosen": "b"}, "line 2: use_dpo=true needs chosen and rejected; its fields: '"),
-        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}, "line 2: .*all texts, or"),
-        ({"chosen": [{"role": "user", "content": "c"}], "rejected": [{"role": "user", "content": "c"}]},
-         "line 2: .*only the beginning of the other"),
+        (
+            {"prompt": "a", "chosen": "b"},
+            "line 2: use_dpo=true needs chosen and rejected; its fields: '",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]},
+            "line 2: .*all texts, or",
+        ),
+        (
+            {
+                "chosen": [{"role": "user", "content": "c"}],
+                "rejected": [{"role": "user", "content": "c"}],
+            },
+            "line 2: .*only the beginning of the other",
+        ),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, "line 2: field chosen is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 2: field rejected is empty"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "line 2: .*all texts, or"),
     ],
-)  # fmt: skip
-def test_a_record_that_is_no_pair_is_named_or_left_out(tmp_path: Path, record: dict[str, Any], words: str) -> None:
+)
+def test_a_record_that_is_no_pair_is_named_or_left_out(
+    tmp_path: Path, record: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         stream_of(tmp_path, [PAIR, record])
     stream = stream_of(tmp_path, [PAIR, record, PAIR], "skip_bad_records=true")

@@ -19,7 +19,14 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.data.stream.reader import Contiguous
 from maxbatch.data.stream.stream import Stream, open_stream
-from tests.helpers.corpus import jsonl_config, row_by_row, rows_of, same, some_texts, synthetic_config
+from tests.helpers.corpus import (
+    jsonl_config,
+    row_by_row,
+    rows_of,
+    same,
+    some_texts,
+    synthetic_config,
+)
 
 TEXTS = some_texts(100)
 ALL = Contiguous(0, 1 << 62)
@@ -59,7 +66,9 @@ class EveryNth:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("start", "workers"), [(0, 0), (1 << 40, 0), pytest.param(1 << 40, 2, marks=pytest.mark.runs)])
+@pytest.mark.parametrize(
+    ("start", "workers"), [(0, 0), (1 << 40, 0), pytest.param(1 << 40, 2, marks=pytest.mark.runs)]
+)
 def test_any_order_of_samples_is_read(tmp_path: Path, start: int, workers: int) -> None:
     stream = make(tmp_path, f"grain_worker_count={workers}")
     order = EveryNth(start + 3, 2, 8, 41)
@@ -108,7 +117,10 @@ def test_what_fails_while_reading_ahead_reaches_the_caller(tmp_path: Path) -> No
     stream = make(tmp_path, f"data_cache_dir={tmp_path}/cache")
     for file in (tmp_path / "cache").rglob("tokens.bin"):
         file.unlink()
-    with stream.reader_of(ALL) as reader, pytest.raises(ConfigError, match="tokenised data cannot be used"):
+    with (
+        stream.reader_of(ALL) as reader,
+        pytest.raises(ConfigError, match="tokenised data cannot be used"),
+    ):
         reader.take(1)
 
 
@@ -135,7 +147,10 @@ def test_reading_ahead_is_faster_than_a_bare_loop_over_rows() -> None:
     order = Contiguous(0, 600)
     bare = ours = math.inf
     for _ in range(20):  # a machine that others use needs several attempts
-        bare, ours = min(bare, seconds(row_by_row(stream, order))), min(ours, seconds(rows_of(stream, order)))
+        bare, ours = (
+            min(bare, seconds(row_by_row(stream, order))),
+            min(ours, seconds(rows_of(stream, order))),
+        )
         if ours < bare / 0.95:
             break
     assert ours < bare / 0.95
@@ -158,7 +173,9 @@ def test_worker_processes_give_the_same_samples_in_the_same_order_and_end(tmp_pa
 
 
 @pytest.mark.runs
-def test_ctrl_c_does_not_end_worker_processes_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_end_worker_processes_that_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, started = multiprocessing.util.spawnv_passfds, []
 
     def interrupted(*args: Any) -> int:
@@ -178,26 +195,31 @@ def test_ctrl_c_does_not_end_worker_processes_that_start(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_worker_processes_outlive_signals_to_the_group_but_not_their_killed_parent(tmp_path: Path) -> None:
+def test_worker_processes_outlive_signals_to_the_group_but_not_their_killed_parent(
+    tmp_path: Path,
+) -> None:
     code = (
-        "import signal, sys, time\n"
-        "from maxbatch import load_config\n"
-        "from maxbatch.data.stream.reader import Contiguous\n"
-        "from maxbatch.data.stream.stream import open_stream\n"
-        "if __name__ == '__main__':\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "    config = load_config(overrides=['dataset_type=synthetic', 'grain_worker_count=2'])\n"
-        "    reader = open_stream(config).reader_of(Contiguous(0, 1 << 62))\n"
-        "    reader.take(40); print('reading', flush=True)\n"
-        "    sys.stdin.readline(); reader.take(400); print('still', flush=True); time.sleep(60)\n"
+        "import signal, sys, time\nfrom maxbatch import load_config\nfrom "
+        "maxbatch.data.stream.reader import Contiguous\nfrom maxbatch.data.stream.stream import "
+        "open_stream\nif __name__ == '__main__':\n    signal.signal(signal.SIGTERM, "
+        "signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n    config = "
+        "load_config(overrides=['dataset_type=synthetic', 'grain_worker_count=2'])\n    reader = "
+        "open_stream(config).reader_of(Contiguous(0, 1 << 62))\n    reader.take(40); "
+        "print('reading', flush=True)\n    sys.stdin.readline(); reader.take(400); print('still', "
+        "flush=True); time.sleep(60)\n"
     )
     script = tmp_path / "reads.py"
     script.write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, start_new_session=True, env=environment,
-    ) as command:  # fmt: skip
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    ) as command:
         assert command.stdin and command.stdout
         assert command.stdout.readline() == "reading\n"
         assert len(in_group(command.pid) - {command.pid}) >= 2

@@ -25,7 +25,11 @@ def rows_of(plan_type, lengths: list[int], row_length: int, documents: list[int]
 
 def test_packed_documents_are_one_sequence_cut_every_row_length() -> None:
     _, rows, _ = rows_of(ConcatenatePlan, [3, 1, 6], 4)
-    assert rows["tokens"].tolist() == [[1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007], [1008, 1009, PAD, PAD]]
+    assert rows["tokens"].tolist() == [
+        [1000, 1001, 1002, 1003],
+        [1004, 1005, 1006, 1007],
+        [1008, 1009, PAD, PAD],
+    ]
     assert rows["segments"].tolist() == [[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 0, 0]]
     assert rows["weights"].tolist() == [[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0]]
 
@@ -47,22 +51,32 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 @pytest.mark.parametrize("plan_type", PLANS)
 @given(lengths=LENGTHS, row_length=st.integers(2, 20), data=st.data())
-def test_every_token_of_every_document_appears_once_and_in_order(plan_type, lengths, row_length, data) -> None:
+def test_every_token_of_every_document_appears_once_and_in_order(
+    plan_type, lengths, row_length, data
+) -> None:
     documents = data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=1).map(sorted))
     plan, rows, texts = rows_of(plan_type, lengths, row_length, documents)
     filled = rows["segments"] > 0
     assert rows["tokens"][filled].tolist() == [token for text in texts for token in text]
-    assert plan.num_tokens == filled.sum() and plan.num_rows == len(filled) and filled.any(axis=1).all()
+    assert (
+        plan.num_tokens == filled.sum()
+        and plan.num_rows == len(filled)
+        and filled.any(axis=1).all()
+    )
     assert (rows["tokens"][~filled] == PAD).all()
     assert (filled == (np.cumsum(~filled, axis=1) == 0)).all(), "padding is at the end"
 
 
 @pytest.mark.parametrize("plan_type", PLANS)
 @given(lengths=LENGTHS, row_length=st.integers(2, 20))
-def test_segments_are_documents_and_their_first_tokens_weigh_nothing(plan_type, lengths, row_length) -> None:
+def test_segments_are_documents_and_their_first_tokens_weigh_nothing(
+    plan_type, lengths, row_length
+) -> None:
     _, rows, texts = rows_of(plan_type, lengths, row_length)
     document_of = {token: number for number, text in enumerate(texts) for token in text}
-    for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
+    for tokens, segments, weights in zip(
+        rows["tokens"], rows["segments"], rows["weights"], strict=True
+    ):
         previous, segment = None, 0
         for slot, token in enumerate(tokens.tolist()):
             document = document_of.get(token)
@@ -98,8 +112,10 @@ def test_types_are_what_devices_take_also_of_no_rows(plan_type) -> None:
     none = assemble(np.zeros(5, np.uint16), plan.pieces(np.zeros(0, np.int64)), 0, 4, PAD)
     for block in (rows, none):
         assert {name: array.dtype for name, array in block.items()} == {
-            "tokens": np.int32, "segments": np.int32, "weights": np.float32,
-        }  # fmt: skip
+            "tokens": np.int32,
+            "segments": np.int32,
+            "weights": np.float32,
+        }
     assert none["tokens"].shape == (0, 4)
 
 

@@ -16,7 +16,15 @@ from maxbatch.data.stream import samples as samples_module
 from maxbatch.data.stream.reader import Contiguous, RowBlocks
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from tests.helpers.corpus import LENGTH, jsonl_config, row_by_row, rows_of, same, some_texts, synthetic_config
+from tests.helpers.corpus import (
+    LENGTH,
+    jsonl_config,
+    row_by_row,
+    rows_of,
+    same,
+    some_texts,
+    synthetic_config,
+)
 
 TEXTS = some_texts(150)
 
@@ -45,7 +53,9 @@ def stream(tmp_path: Path) -> Stream:
     return opened(jsonl_config(tmp_path / "a.jsonl", TEXTS))
 
 
-def test_the_length_of_a_stream_is_its_epoch_and_its_weights_are_those_of_predicted_tokens(stream: Stream) -> None:
+def test_the_length_of_a_stream_is_its_epoch_and_its_weights_are_those_of_predicted_tokens(
+    stream: Stream,
+) -> None:
     assert len(stream) == stream.samples_per_epoch
     row = stream[0]
     begins = np.diff(row["segments"], prepend=0) != 0
@@ -71,7 +81,9 @@ def test_seed_and_epoch_are_not_added(tmp_path: Path) -> None:
     for seed in (0, 1, 2):
         stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, f"data_shuffle_seed={seed}"))
         n = stream.samples_per_epoch
-        orders.update({(seed, epoch): tuple(ids(stream, epoch * n, (epoch + 1) * n)) for epoch in (0, 1, 2)})
+        orders.update(
+            {(seed, epoch): tuple(ids(stream, epoch * n, (epoch + 1) * n)) for epoch in (0, 1, 2)}
+        )
     assert len(set(orders.values())) == 9
 
 
@@ -109,17 +121,27 @@ def test_documents_without_a_token_are_refused(tmp_path: Path, monkeypatch, pack
 
     monkeypatch.setattr("maxbatch.data.store.tokenizers.ByteTokenizer.encode_utf8_batch", no_tokens)
     config = jsonl_config(tmp_path / "a.jsonl", ["\x00"], packing, "add_bos=false", "add_eos=false")
-    with pytest.raises(ConfigError, match="none of the 1 documents has a token of the tokenizer; works: add_eos=true"):
+    with pytest.raises(
+        ConfigError,
+        match="none of the 1 documents has a token of the tokenizer; works: add_eos=true",
+    ):
         opened(config)
-    assert opened(jsonl_config(tmp_path / "a.jsonl", None, packing, "add_eos=true")).samples_per_epoch == 1
+    assert (
+        opened(jsonl_config(tmp_path / "a.jsonl", None, packing, "add_eos=true")).samples_per_epoch
+        == 1
+    )
 
 
 def test_best_fit_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = jsonl_config(tmp_path / "a.jsonl", TEXTS, "packing_strategy=best_fit", f"data_cache_dir={tmp_path}/c")
+    config = jsonl_config(
+        tmp_path / "a.jsonl", TEXTS, "packing_strategy=best_fit", f"data_cache_dir={tmp_path}/c"
+    )
     first = opened(config)
     monkeypatch.setattr("maxbatch.data.stream.packing.best_fit", None)
     assert same(opened(config).read(0, 50), first.read(0, 50))
-    held_out = jsonl_config(tmp_path / "a.jsonl", None, "packing_strategy=best_fit", "eval_fraction=0.5")
+    held_out = jsonl_config(
+        tmp_path / "a.jsonl", None, "packing_strategy=best_fit", "eval_fraction=0.5"
+    )
     with pytest.raises(TypeError):
         opened(held_out)
 
@@ -128,7 +150,9 @@ def test_best_fit_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_token_of_any_document_is_lost(tmp_path: Path, packing: str) -> None:
     texts = ["x" * 500, "", *TEXTS, "ż" * 33]
     overrides = [f"packing={packing}", "enable_data_shuffling=false"]
-    assert documents_of(opened(jsonl_config(tmp_path / "a.jsonl", texts, *overrides))) == [t for t in texts if t]
+    assert documents_of(opened(jsonl_config(tmp_path / "a.jsonl", texts, *overrides))) == [
+        t for t in texts if t
+    ]
 
 
 def test_any_way_of_asking_gives_the_same_samples(stream: Stream) -> None:
@@ -160,7 +184,11 @@ def test_samples_have_the_shapes_and_types_that_training_takes(stream: Stream) -
 def test_far_samples_cost_what_near_ones_cost(tmp_path: Path, kind: str) -> None:
     if kind == "mixture":
         jsonl_config(tmp_path / "b.jsonl", TEXTS[:30])
-        stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.123457;b.jsonl,0.876543"))
+        stream = opened(
+            jsonl_config(
+                tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.123457;b.jsonl,0.876543"
+            )
+        )
     elif kind == "shuffled":
         stream = opened(synthetic_config("synthetic_samples=4B"))
     else:
@@ -175,7 +203,8 @@ def test_far_samples_cost_what_near_ones_cost(tmp_path: Path, kind: str) -> None
         assert sample["tokens"].shape == (LENGTH,)
         return size
 
-    # Of a mixture, what a block of 1000 samples needs is kept: sample 1000 needs a block that is not there yet.
+    # Of a mixture, what a block of 1000 samples needs is kept: sample 1000 needs a block that is
+    # not there yet.
     assert max(map(peak, (10**9, 10**12, 10**18, 10**30))) < 2 * peak(1000) + 4096
 
 
@@ -183,13 +212,17 @@ def test_far_samples_cost_what_near_ones_cost(tmp_path: Path, kind: str) -> None
 def test_a_resume_far_into_the_stream_costs_what_its_start_costs(tmp_path: Path, kind: str) -> None:
     if kind == "mixture":
         jsonl_config(tmp_path / "b.jsonl", TEXTS[:30])
-        stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.3;b.jsonl,0.7"))
+        stream = opened(
+            jsonl_config(tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.3;b.jsonl,0.7")
+        )
     else:
         stream = opened(synthetic_config("synthetic_samples=4B"))
     calls = 0
 
     def events_of_reading(start: int) -> int:
-        """Python function calls and returns, of native functions too: a measure of work without a clock."""
+        """Python function calls and returns, of native functions too: a measure of work without a
+        clock.
+        """
         nonlocal calls
         calls = 0
 
@@ -240,7 +273,9 @@ def test_held_out_samples_come_once_and_in_order(tmp_path: Path) -> None:
     stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, "eval_fraction=0.2"), "eval")
     n = stream.samples_per_epoch
     assert documents_of(stream) == TEXTS[4::5]
-    assert [row["tokens"].tobytes() for row in rows_of(stream, Contiguous(0, n))] == ids(stream, 0, n)
+    assert [row["tokens"].tobytes() for row in rows_of(stream, Contiguous(0, n))] == ids(
+        stream, 0, n
+    )
     with pytest.raises(IndexError, match=f"0 to {n - 1}"):
         stream[n]
 
@@ -283,9 +318,14 @@ def test_the_standard_library_trains_without_its_held_out_files() -> None:
 def test_identity_does_not_know_where_and_when(tmp_path: Path) -> None:
     first = jsonl_config(tmp_path / "a.jsonl", TEXTS)
     moved = jsonl_config(
-        tmp_path / "b.jsonl", TEXTS, f"data_cache_dir={tmp_path}/c", "grain_worker_count=3",
-        "run_dir=elsewhere", "per_device_batch_size=3", "grain_prefetch_buffer_size=7",
-    )  # fmt: skip
+        tmp_path / "b.jsonl",
+        TEXTS,
+        f"data_cache_dir={tmp_path}/c",
+        "grain_worker_count=3",
+        "run_dir=elsewhere",
+        "per_device_batch_size=3",
+        "grain_prefetch_buffer_size=7",
+    )
     assert opened(first).identity == opened(moved).identity
     assert same(opened(first)[5], opened(moved)[5])
 
@@ -293,11 +333,20 @@ def test_identity_does_not_know_where_and_when(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "max_target_length=17", "packing=false", "packing_strategy=best_fit", "add_bos=false", "add_eos=false",
-        "enable_data_shuffling=false", "data_shuffle_seed=1", "eval_fraction=0.1", "skip_bad_records=true",
+        "max_target_length=17",
+        "packing=false",
+        "packing_strategy=best_fit",
+        "add_bos=false",
+        "add_eos=false",
+        "enable_data_shuffling=false",
+        "data_shuffle_seed=1",
+        "eval_fraction=0.1",
+        "skip_bad_records=true",
     ],
-)  # fmt: skip
-def test_identity_knows_every_setting_that_defines_the_stream(tmp_path: Path, override: str) -> None:
+)
+def test_identity_knows_every_setting_that_defines_the_stream(
+    tmp_path: Path, override: str
+) -> None:
     before = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS)).identity
     after = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, override)).identity
     differing = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -308,7 +357,8 @@ def test_identity_knows_every_setting_that_defines_the_stream(tmp_path: Path, ov
 
 def test_identity_knows_content_and_order(tmp_path: Path) -> None:
     identities = [
-        opened(jsonl_config(tmp_path / "a.jsonl", texts)).identity for texts in (TEXTS, TEXTS[::-1], TEXTS[:-1])
+        opened(jsonl_config(tmp_path / "a.jsonl", texts)).identity
+        for texts in (TEXTS, TEXTS[::-1], TEXTS[:-1])
     ]
     assert len({identity["content"] for identity in identities}) == 3
     assert json.loads(json.dumps(identities)) == identities
@@ -316,7 +366,13 @@ def test_identity_knows_content_and_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["synthetic_samples=999", "data_shuffle_seed=1", "max_target_length=17", "vocab_size=100", "eval_fraction=0.1"],
+    [
+        "synthetic_samples=999",
+        "data_shuffle_seed=1",
+        "max_target_length=17",
+        "vocab_size=100",
+        "eval_fraction=0.1",
+    ],
 )
 def test_a_synthetic_identity_knows_its_parameters(override: str) -> None:
     assert opened(synthetic_config()).identity != opened(synthetic_config(override)).identity
@@ -324,7 +380,9 @@ def test_a_synthetic_identity_knows_its_parameters(override: str) -> None:
 
 def test_an_unshuffled_streams_identity_ignores_the_seed(tmp_path: Path) -> None:
     configs = [
-        jsonl_config(tmp_path / "a.jsonl", TEXTS, "enable_data_shuffling=false", f"data_shuffle_seed={seed}")
+        jsonl_config(
+            tmp_path / "a.jsonl", TEXTS, "enable_data_shuffling=false", f"data_shuffle_seed={seed}"
+        )
         for seed in (0, 1)
     ]
     assert opened(configs[0]).identity == opened(configs[1]).identity
@@ -334,9 +392,13 @@ def test_stats_count_an_epoch(tmp_path: Path) -> None:
     texts = ["abc", "", "d" * 30]
     packed = opened(jsonl_config(tmp_path / "a.jsonl", texts)).stats()
     assert packed == {
-        "samples": 3, "slots": 48, "tokens": 37, "packing_efficiency": 37 / 48,
-        "documents": 2, "skipped_records": 1,
-    }  # fmt: skip
+        "samples": 3,
+        "slots": 48,
+        "tokens": 37,
+        "packing_efficiency": 37 / 48,
+        "documents": 2,
+        "skipped_records": 1,
+    }
     unpacked = opened(jsonl_config(tmp_path / "a.jsonl", texts, "packing=false")).stats()
     assert (unpacked["samples"], unpacked["tokens"]) == (3, 37)
 
@@ -353,7 +415,9 @@ def test_the_length_of_an_epoch_is_known_once_cached(tmp_path: Path, override: s
 
 def test_the_length_of_an_epoch_of_data_that_are_not_here_is_unknown() -> None:
     assert (
-        samples_per_epoch_if_cached(load_config(overrides=["dataset_type=text", "dataset_path=/not/here"]).stream)
+        samples_per_epoch_if_cached(
+            load_config(overrides=["dataset_type=text", "dataset_path=/not/here"]).stream
+        )
         is None
     )
 
@@ -366,18 +430,30 @@ def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
         "samples_per_epoch_if_cached(load_config().stream);"
         "print(sorted({'jax', 'grain', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.strip() == "[]"
 
 
 REFUSED = {
     "synthetic with a path": (["dataset_path=x"], "dataset_path=x: "),
     "standard library with a path": (
-        ["dataset_type=python_stdlib", "eval_dataset_path=x"], "eval_dataset_path=x: ",
+        ["dataset_type=python_stdlib", "eval_dataset_path=x"],
+        "eval_dataset_path=x: ",
     ),
-    "nothing held out": (["synthetic_samples=9", "eval_fraction=0.1"], "eval_fraction=0.1.*9 samples"),
-    "more rows than 32 bits": (["synthetic_samples=4294967297"], "enable_data_shuffling=true.*4294967297"),
-    "a vocabulary too small": (["dataset_type=python_stdlib", "vocab_size=100"], "vocab_size=100.*259"),
+    "nothing held out": (
+        ["synthetic_samples=9", "eval_fraction=0.1"],
+        "eval_fraction=0.1.*9 samples",
+    ),
+    "more rows than 32 bits": (
+        ["synthetic_samples=4294967297"],
+        "enable_data_shuffling=true.*4294967297",
+    ),
+    "a vocabulary too small": (
+        ["dataset_type=python_stdlib", "vocab_size=100"],
+        "vocab_size=100.*259",
+    ),
     "two kinds of held-out data": (
         ["dataset_type=text", "dataset_path=.", "eval_dataset_path=x", "eval_fraction=0.1"],
         "eval_fraction=0.1.*eval_dataset_path",
@@ -386,7 +462,7 @@ REFUSED = {
         ["dataset_type=text", "dataset_path=.", "eval_dataset_path=/not/here"],
         "eval_dataset_path='/not/here'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -402,7 +478,12 @@ def test_the_share_that_a_refusal_suggests_works(records: int) -> None:
     with pytest.raises(ConfigError) as raised:
         open_stream(synthetic_config(f"synthetic_samples={records}", "eval_fraction=1e-6"))
     suggested = str(raised.value).rpartition("works: ")[2]
-    assert opened(synthetic_config(f"synthetic_samples={records}", suggested), "eval").samples_per_epoch == 1
+    assert (
+        opened(
+            synthetic_config(f"synthetic_samples={records}", suggested), "eval"
+        ).samples_per_epoch
+        == 1
+    )
 
 
 def test_the_most_rows_that_32_bits_can_permute_are_taken() -> None:

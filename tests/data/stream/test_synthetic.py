@@ -14,7 +14,9 @@ from tests.helpers.corpus import synthetic_config
 NONE = HeldOutFraction(Fraction(0))
 
 
-def make(samples=10**12, row_length=64, seed=0, token_range=256, split=NONE, held_out=False) -> SyntheticRows:
+def make(
+    samples=10**12, row_length=64, seed=0, token_range=256, split=NONE, held_out=False
+) -> SyntheticRows:
     return SyntheticRows(samples, row_length, seed, token_range, split, held_out)
 
 
@@ -56,7 +58,9 @@ def test_what_follows_a_word_can_be_learned() -> None:
     words = make(row_length=256).batch(range(2000))["tokens"].reshape(2000, 64, 4)[:, 3:]
     words = words @ np.array([1, 256, 256**2, 0])
     followers: dict[int, dict[int, int]] = {}
-    for now, then in zip(words[:, :-1].ravel().tolist(), words[:, 1:].ravel().tolist(), strict=True):
+    for now, then in zip(
+        words[:, :-1].ravel().tolist(), words[:, 1:].ravel().tolist(), strict=True
+    ):
         counts = followers.setdefault(now, {})
         counts[then] = counts.get(then, 0) + 1
     four_best = sum(sum(sorted(counts.values())[-4:]) for counts in followers.values())

@@ -1,5 +1,6 @@
-"""Runs in every Python process of a run that a test holds: once it has recorded update HOLD_AFTER, it waits until the
-file HOLD is gone. So the run is still there, whatever the machine does, when the test kills or stops it.
+"""Runs in every Python process of a run that a test holds: once it has recorded update HOLD_AFTER,
+it waits until the file HOLD is gone. So the run is still there, whatever the machine does, when the
+test kills or stops it.
 """
 
 from __future__ import annotations

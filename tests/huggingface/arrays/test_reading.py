@@ -17,7 +17,9 @@ from tests.helpers.huggingface_folders import write_folder
 
 
 @pytest.mark.parametrize("is_hashed", [True, False])
-def test_a_file_that_is_replaced_before_it_is_read_is_named(tmp_path: Path, is_hashed: bool) -> None:
+def test_a_file_that_is_replaced_before_it_is_read_is_named(
+    tmp_path: Path, is_hashed: bool
+) -> None:
     folder = write_folder(tmp_path / "hf")
     source = HuggingFaceFolder(folder)
     if is_hashed:

@@ -42,7 +42,10 @@ Tensors = dict[str, np.ndarray]
 
 def imported(folder: Path) -> dict[str, np.ndarray]:
     _, _, params = load_parameters(folder, ["max_target_length=16"])
-    return {".".join(parameter_path(path)): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    return {
+        ".".join(parameter_path(path)): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
 
 
 def test_every_tensor_becomes_its_parameter(tmp_path: Path) -> None:
@@ -64,7 +67,9 @@ def test_every_tensor_becomes_its_parameter(tmp_path: Path) -> None:
         "layers.attention.query": heads("self_attn.q_proj", HEADS),
         "layers.attention.key": heads("self_attn.k_proj", KV_HEADS),
         "layers.attention.value": heads("self_attn.v_proj", KV_HEADS),
-        "layers.attention.out": stacked("self_attn.o_proj").reshape(LAYERS, WIDTH, HEADS, HEAD).transpose(0, 2, 3, 1),
+        "layers.attention.out": stacked("self_attn.o_proj")
+        .reshape(LAYERS, WIDTH, HEADS, HEAD)
+        .transpose(0, 2, 3, 1),
         "layers.mlp.gate": stacked("mlp.gate_proj").swapaxes(1, 2),
         "layers.mlp.up": stacked("mlp.up_proj").swapaxes(1, 2),
         "layers.mlp.down": stacked("mlp.down_proj").swapaxes(1, 2),
@@ -77,19 +82,29 @@ def test_every_tensor_becomes_its_parameter(tmp_path: Path) -> None:
 def test_a_tied_model_has_no_output_of_its_own(tmp_path: Path) -> None:
     """Some files of tied models hold a copy of the embedding, which is not read."""
     tensors = tiny_llama_tensors()
-    assert "output" not in imported(write_folder(tmp_path / "copy", tensors, tie_word_embeddings=True))
+    assert "output" not in imported(
+        write_folder(tmp_path / "copy", tensors, tie_word_embeddings=True)
+    )
     del tensors["lm_head.weight"]
-    assert "output" not in imported(write_folder(tmp_path / "tied", tensors, tie_word_embeddings=True))
+    assert "output" not in imported(
+        write_folder(tmp_path / "tied", tensors, tie_word_embeddings=True)
+    )
 
 
-def test_a_folder_states_the_model_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_states_the_model_of_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "model")
     model = ("model_name=auto", f"load_parameters_path={folder}", "dataset_type=synthetic")
     assert main(["plan", *model, "max_target_length=32", "--devices", "4", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["tokens_per_step"] == plan["global_batch_size_to_train_on"] * 32
     config = load_config(overrides=model)
-    assert (config.decoder_block, config.vocab_size, config.logits_via_embedding) == ("llama2", VOCABULARY, False)
+    assert (config.decoder_block, config.vocab_size, config.logits_via_embedding) == (
+        "llama2",
+        VOCABULARY,
+        False,
+    )
     assert (config.base_emb_dim, config.base_mlp_dim, config.head_dim) == (WIDTH, MLP, HEAD)
     assert (config.base_num_query_heads, config.base_num_kv_heads) == (HEADS, KV_HEADS)
     assert (config.base_num_decoder_layers, config.normalization_layer_epsilon) == (LAYERS, 1e-5)
@@ -101,7 +116,9 @@ def test_an_export_of_an_import_has_the_same_bytes(dtype: str, tmp_path: Path) -
     assert main(["export", str(folder), "--output", str(tmp_path / "first")]) == 0
     assert main(["export", str(tmp_path / "first"), "--output", str(tmp_path / "second")]) == 0
     for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+        assert (tmp_path / "first" / name).read_bytes() == (
+            tmp_path / "second" / name
+        ).read_bytes(), name
     assert_same_tensors(folder, tmp_path / "first")
 
 
@@ -120,7 +137,9 @@ def test_every_device_gets_its_part_of_the_tensors(axes: tuple[str, ...], tmp_pa
     assert split >= 8
 
 
-def test_a_run_opens_the_files_of_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_opens_the_files_of_a_folder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[Any] = []
 
     def count(folder: Any) -> Any:
@@ -129,8 +148,18 @@ def test_a_run_opens_the_files_of_a_folder_once(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(reading, "stored_tensors", count)
     folder = write_folder(tmp_path / "model")
-    overrides = ["model_name=auto", f"load_parameters_path={folder}", f"run_dir={tmp_path / 'run'}", "steps=1"]
-    own = ["dataset_type=synthetic", "max_target_length=16", "enable_checkpointing=false", "generate_prompt="]
+    overrides = [
+        "model_name=auto",
+        f"load_parameters_path={folder}",
+        f"run_dir={tmp_path / 'run'}",
+        "steps=1",
+    ]
+    own = [
+        "dataset_type=synthetic",
+        "max_target_length=16",
+        "enable_checkpointing=false",
+        "generate_prompt=",
+    ]
     train(load_config(overrides=[*overrides, *own]), jax.devices()[:1])
     assert opened == [folder]
 
@@ -141,10 +170,15 @@ def test_a_folder_has_the_same_identity_in_an_object_store(store: Store, tmp_pat
     copy_tree(folder, there)
     stated = open_source(str(there)).identity
     assert open_source(folder).identity_like(stated) == stated
-    assert open_source(str(there)).identity_like(open_source(folder).identity) == open_source(folder).identity
+    assert (
+        open_source(str(there)).identity_like(open_source(folder).identity)
+        == open_source(folder).identity
+    )
 
 
-def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_reads_one_parameter_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = []
 
     def recorded(*arguments: Any) -> jax.Array:
@@ -164,7 +198,11 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     output = folder.parent / "output"
     assert main(["export", str(folder), "--output", str(output)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("maxbatch: error: ")
+    assert (
+        captured.out == ""
+        and captured.err.count("\n") == 1
+        and captured.err.startswith("maxbatch: error: ")
+    )
     assert not output.exists()
     return captured.err
 
@@ -186,7 +224,10 @@ def with_a_long_norm(tensors: Tensors) -> None:
     [
         (without_a_norm, "lacks 'model.norm.weight'"),
         (with_a_bias, "holds 'model.layers.0.self_attn.q_proj.bias'"),
-        (with_a_long_norm, f"model.norm.weight has the shape [{WIDTH + 1}]; the model keys make it [{WIDTH}]"),
+        (
+            with_a_long_norm,
+            f"model.norm.weight has the shape [{WIDTH + 1}]; the model keys make it [{WIDTH}]",
+        ),
     ],
 )
 def test_tensors_of_another_model_are_refused(
@@ -198,10 +239,19 @@ def test_tensors_of_another_model_are_refused(
     assert said.replace("'", "") in refusal(capsys, folder).replace("'", "")
     run_dir = tmp_path / "run"
     with pytest.raises(ConfigError, match=r"norm|q_proj"):
-        train(load_config(overrides=[
-            "model_name=auto", f"load_parameters_path={folder}", "dataset_type=synthetic", "steps=1",
-            "max_target_length=16", f"run_dir={run_dir}",
-        ]), jax.devices()[:1])  # fmt: skip
+        train(
+            load_config(
+                overrides=[
+                    "model_name=auto",
+                    f"load_parameters_path={folder}",
+                    "dataset_type=synthetic",
+                    "steps=1",
+                    "max_target_length=16",
+                    f"run_dir={run_dir}",
+                ]
+            ),
+            jax.devices()[:1],
+        )
     assert not run_dir.exists(), "refused before anything is written"
 
 
@@ -209,9 +259,15 @@ def test_tensors_of_another_model_are_refused(
     ("fields", "said"),
     [
         ({"model_type": "mamba"}, "model_type=mamba is not supported; works: one of llama"),
-        ({"num_local_experts": 8}, "num_local_experts=8 is not supported for llama, which has no experts"),
+        (
+            {"num_local_experts": 8},
+            "num_local_experts=8 is not supported for llama, which has no experts",
+        ),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias=True is not supported for mistral"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type=dynamic is not supported",
+        ),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}},
             "rope_short_factors=1.0",
@@ -219,7 +275,10 @@ def test_tensors_of_another_model_are_refused(
         ({"hidden_act": "relu"}, "hidden_act=relu is not supported"),
         ({"hidden_size": None}, "a field of the model has a value of the wrong type"),
         ({"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
-        ({"num_hidden_layers": 10**10}, "num_hidden_layers=10000000000: must be a whole number from 0 to 10000"),
+        (
+            {"num_hidden_layers": 10**10},
+            "num_hidden_layers=10000000000: must be a whole number from 0 to 10000",
+        ),
         ({"hidden_size": 64.0}, "hidden_size=64.0: must be a whole number"),
         ({"vocab_size": True}, "vocab_size=True: must be a whole number"),
         ({"vocab_size": 10**200}, "must be a whole number from 0 to 2147483647"),
@@ -230,7 +289,10 @@ def test_tensors_of_another_model_are_refused(
         ({"rope_theta": float("nan")}, "NaN is not a JSON number"),
         ({"layer_types": [["full_attention"]]}, "must be a list of at most 10000 texts"),
         ({"rope_scaling": [1]}, "rope_scaling=[1]: must be an object"),
-        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "a field of the model has a value of the wrong"),
+        (
+            {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}},
+            "a field of the model has a value of the wrong",
+        ),
         ({"hidden_act": ["silu"]}, "hidden_act=['silu']: must be a text"),
         (
             {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 8.5},

@@ -43,14 +43,20 @@ def test_a_hub_name_is_the_model_of_that_name_also_without_a_network(folder: Pat
     by_folder = load_config(model_name="auto", load_parameters_path=str(folder))
     assert by_name.base_emb_dim == by_folder.base_emb_dim == 16
     assert (by_name.load_parameters_path, by_name.tokenizer_path) == (NAME, NAME)
-    assert make_tokenizer("huggingface", NAME).identity == make_tokenizer("huggingface", str(folder)).identity
+    assert (
+        make_tokenizer("huggingface", NAME).identity
+        == make_tokenizer("huggingface", str(folder)).identity
+    )
     assert open_source(NAME).identity == open_source(folder).identity
     assert end_tokens(NAME) == end_tokens(folder) == (2,)
 
 
 def test_a_local_folder_wins_over_a_hub_name(folder: Path) -> None:
     Path("someone").mkdir()
-    with pytest.raises(ConfigError, match=r"tokenizer_path='someone/tiny-llama': no such file or folder \(seen from"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer_path='someone/tiny-llama': no such file or folder \(seen from",
+    ):
         make_tokenizer("huggingface", NAME)
     write_folder(Path(NAME), hidden_size=32)
     assert load_config(model_name="auto", load_parameters_path=NAME).base_emb_dim == 32
@@ -62,9 +68,14 @@ def test_a_hub_name_that_cannot_be_had_is_one_line(
     command = ["plan", "model_name=auto", "load_parameters_path=someone/other"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "load_parameters_path=someone/other: no such file or folder" in said and "Hugging Face hub" in said
+    assert (
+        "load_parameters_path=someone/other: no such file or folder" in said
+        and "Hugging Face hub" in said
+    )
     assert said.count("\n") == 1
-    assert main(["generate", "someone/other"]) == 2 and "Hugging Face hub" in capsys.readouterr().err
+    assert (
+        main(["generate", "someone/other"]) == 2 and "Hugging Face hub" in capsys.readouterr().err
+    )
     hub._lookup.cache_clear()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for wrong in (command, ["data", "tokenizer_type=huggingface", f"tokenizer_path={NAME}"]):

@@ -14,7 +14,11 @@ from maxbatch.huggingface.folder.safetensors import INDEX, stored_tensors
 
 
 def tensor(first: int, end: int, shape: Any = None, dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [(end - first) // 4] if shape is None else shape, "data_offsets": [first, end]}
+    return {
+        "dtype": dtype,
+        "shape": [(end - first) // 4] if shape is None else shape,
+        "data_offsets": [first, end],
+    }
 
 
 def written(path: Path, header: object, size: int, padding: bytes = b"") -> Path:
@@ -32,11 +36,18 @@ def written(path: Path, header: object, size: int, padding: bytes = b"") -> Path
         ({"a": tensor(0, 8), "b": tensor(8, 8, [0, 5])}, 8, b"\n\t", "ab"),
         ({"a": tensor(0, 4), "b": tensor(0, 0, [0, 2**64 - 1])}, 4, b"", "ab"),
         ({"__metadata__": {"k": "v"}, "a": tensor(0, 4, [])}, 4, b"", "a"),
-        ({"__metadata__": None, "a": tensor(0, 8, [1], "I64"), "b": tensor(8, 9, [2], "F4")}, 9, b"", "ab"),
+        (
+            {"__metadata__": None, "a": tensor(0, 8, [1], "I64"), "b": tensor(8, 9, [2], "F4")},
+            9,
+            b"",
+            "ab",
+        ),
         ({}, 0, b"", ""),
     ],
 )
-def test_files_of_the_format_are_read(header: object, size: int, padding: bytes, names: str, tmp_path: Path) -> None:
+def test_files_of_the_format_are_read(
+    header: object, size: int, padding: bytes, names: str, tmp_path: Path
+) -> None:
     written(tmp_path / "model.safetensors", header, size, padding)
     assert "".join(stored_tensors(tmp_path)) == names
 
@@ -47,7 +58,11 @@ ONE = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 @pytest.mark.parametrize(
     ("header", "size", "says"),
     [
-        ({"a": tensor(0, 8), "b": tensor(4, 12)}, 12, "'b' begins at byte 4 of the tensors, and must at byte 8"),
+        (
+            {"a": tensor(0, 8), "b": tensor(4, 12)},
+            12,
+            "'b' begins at byte 4 of the tensors, and must at byte 8",
+        ),
         ({"a": tensor(0, 8), "b": tensor(0, 8)}, 8, "'b' begins at byte 0"),
         ({"a": tensor(0, 8), "b": tensor(12, 20)}, 20, "'b' begins at byte 12"),
         ({"a": tensor(0, 4), "b": tensor(2, 2, [0])}, 4, "'b' begins at byte 2"),
@@ -83,7 +98,9 @@ ONE = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         (b'{"a":' * 50_000, 0, "nested more than"),
     ],
 )
-def test_a_file_that_the_format_forbids_is_refused(header: object, size: int, says: str, tmp_path: Path) -> None:
+def test_a_file_that_the_format_forbids_is_refused(
+    header: object, size: int, says: str, tmp_path: Path
+) -> None:
     file = written(tmp_path / "model.safetensors", header, size)
     with pytest.raises(ConfigError, match=f"{file}: is not a whole safetensors file .*{says}"):
         stored_tensors(tmp_path)
@@ -113,7 +130,16 @@ def test_a_header_larger_than_the_formats_limit_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["../other/model.safetensors", "a/../../model.safetensors", "/model.safetensors", "", "a\0b", ".", "a//b"]
+    "name",
+    [
+        "../other/model.safetensors",
+        "a/../../model.safetensors",
+        "/model.safetensors",
+        "",
+        "a\0b",
+        ".",
+        "a//b",
+    ],
 )
 def test_an_index_names_files_of_its_folder_only(name: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()

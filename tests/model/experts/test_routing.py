@@ -1,4 +1,6 @@
-"""Routing of tokens, effects of padding and capacities, and the layer of experts against a loop over them."""
+"""Routing of tokens, effects of padding and capacities, and the layer of experts against a loop
+over them.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def slots() -> Slots:
     return Slots(segments, slot_hashes(tokens, segments))
 
 
-def looped(experts: Experts, x_MxLxD: jax.Array, segments_MxL: jax.Array, normalises: bool) -> np.ndarray:
+def looped(
+    experts: Experts, x_MxLxD: jax.Array, segments_MxL: jax.Array, normalises: bool
+) -> np.ndarray:
     """Returns the output by a loop over tokens and experts."""
-    gate, up, down = (np.asarray(getattr(experts, f"expert_{name}")[...]) for name in ("gate", "up", "down"))
+    gate, up, down = (
+        np.asarray(getattr(experts, f"expert_{name}")[...]) for name in ("gate", "up", "down")
+    )
     out = np.zeros(x_MxLxD.shape, np.float32)
     for row, place in np.argwhere(np.asarray(segments_MxL)):
         x_D = np.asarray(x_MxLxD[row, place])
@@ -62,24 +68,41 @@ def test_a_layer_of_experts_is_a_loop_over_them_and_padding_goes_to_none(x, slot
     np.testing.assert_allclose(sums.scores_E.sum(), 19, rtol=1e-5)
 
 
-def deepseek_routes(logits_E: np.ndarray, bias_E: np.ndarray, groups: int, best: int, k: int) -> dict[int, float]:
-    """Returns a token's experts and their scores as DeepSeek-V3 has them (section 2.1.2), by sorting."""
+def deepseek_routes(
+    logits_E: np.ndarray, bias_E: np.ndarray, groups: int, best: int, k: int
+) -> dict[int, float]:
+    """Returns a token's experts and their scores as DeepSeek-V3 has them (section 2.1.2), by
+    sorting.
+    """
     scores_E = 1 / (1 + np.exp(-logits_E))
     ranked_GxE = (scores_E + bias_E).reshape(groups, -1)
     order_G = np.argsort(-np.sort(ranked_GxE)[:, -2:].sum(axis=1), kind="stable")
-    mine = np.isin(np.arange(groups), order_G[:best])[:, None].repeat(ranked_GxE.shape[1], axis=1).reshape(-1)
+    mine = (
+        np.isin(np.arange(groups), order_G[:best])[:, None]
+        .repeat(ranked_GxE.shape[1], axis=1)
+        .reshape(-1)
+    )
     chosen = np.argsort(-np.where(mine, scores_E + bias_E, -np.inf), kind="stable")[:k]
     return {int(e): float(scores_E[e]) for e in chosen}
 
 
 @pytest.mark.parametrize(("groups", "best"), [(4, 2), (2, 1), (-1, -1)])
 def test_sigmoid_scores_choose_within_groups_by_the_bias_and_weigh_without_it(groups, best):
-    config = config_of("model_name=tiny-deepseek", f"n_routing_groups={groups}", f"topk_routing_group={best}").model
+    config = config_of(
+        "model_name=tiny-deepseek", f"n_routing_groups={groups}", f"topk_routing_group={best}"
+    ).model
     rng = np.random.default_rng(0)
-    logits_1xLxE, bias_E = rng.normal(size=(1, 40, 8)).astype(np.float32), rng.normal(size=8).astype(np.float32)
-    routes, shares_1xLxE = jax.jit(lambda logits, bias: choose(config, logits, bias))(logits_1xLxE, bias_E)
+    logits_1xLxE, bias_E = (
+        rng.normal(size=(1, 40, 8)).astype(np.float32),
+        rng.normal(size=8).astype(np.float32),
+    )
+    routes, shares_1xLxE = jax.jit(lambda logits, bias: choose(config, logits, bias))(
+        logits_1xLxE, bias_E
+    )
     for place in range(40):
-        expected = deepseek_routes(logits_1xLxE[0, place], bias_E, *((groups, best) if groups > 0 else (1, 1)), k=2)
+        expected = deepseek_routes(
+            logits_1xLxE[0, place], bias_E, *((groups, best) if groups > 0 else (1, 1)), k=2
+        )
         assert routes.experts_MxLxk[0, place].tolist() == list(expected)
         weights = 2.5 * np.asarray(list(expected.values())) / sum(expected.values())
         np.testing.assert_allclose(routes.weights_MxLxk[0, place], weights, rtol=1e-5)
@@ -97,7 +120,8 @@ def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(
     vast = experts_of("norm_topk_prob=true", "capacity_factor=1e30")
     unbound, sums = nnx.jit(lambda m, x, slots: m(x, slots, 0, x))(vast, x, slots)
     assert int(sums.dropped) == 0
-    np.testing.assert_allclose(together[0, 0], unbound[0, 0], atol=1e-6)  # the first token of a row loses nothing
+    # the first token of a row loses nothing
+    np.testing.assert_allclose(together[0, 0], unbound[0, 0], atol=1e-6)
 
 
 def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):

@@ -15,7 +15,9 @@ _CHOICES = {
     "as many for each": np.arange(_TOKENS * _K) % _EXPERTS,
     "at random": np.random.default_rng(0).integers(0, _EXPERTS, _TOKENS * _K),
     "all to one": np.full(_TOKENS * _K, 5),
-    "some to none": np.where(np.arange(_TOKENS * _K) % 3 == 0, _EXPERTS, np.arange(_TOKENS * _K) % 5),
+    "some to none": np.where(
+        np.arange(_TOKENS * _K) % 3 == 0, _EXPERTS, np.arange(_TOKENS * _K) % 5
+    ),
     "all to none": np.full(_TOKENS * _K, _EXPERTS),
 }
 
@@ -24,12 +26,13 @@ _CHOICES = {
 def functions():
     """Functions of (choices, tokens, shares, weights) to the sums, by where they run.
 
-    The first computes on one device, in the form of a CPU, where the shares stand behind the last product. The others
-    split the experts over four devices; in the form of a CPU, and in that of accelerators with each expert's width
-    split too.
+    The first computes on one device, in the form of a CPU, where the shares stand behind the last
+    product. The others split the experts over four devices; in the form of a CPU, and in that of
+    accelerators with each expert's width split too.
     """
     cpu, elsewhere = (
-        computed_by(lambda gate, up: gated(gate, up, activation=jax.nn.silu), platform) for platform in ("cpu", "gpu")
+        computed_by(lambda gate, up: gated(gate, up, activation=jax.nn.silu), platform)
+        for platform in ("cpu", "gpu")
     )
 
     def on_one(experts, x, shares, *weights):
@@ -38,7 +41,14 @@ def functions():
     def split_over(mesh, compute, tensor):
         def here(experts, x, shares, *weights):
             y = sum_over_axis(
-                x, experts, shares, *weights, num_experts=_EXPERTS, axis="expert", mesh=mesh, compute=compute
+                x,
+                experts,
+                shares,
+                *weights,
+                num_experts=_EXPERTS,
+                axis="expert",
+                mesh=mesh,
+                compute=compute,
             )
             return jax.lax.psum(y, tensor) if tensor else y
 
@@ -72,14 +82,23 @@ def sums(functions):
 @pytest.mark.runs
 @pytest.mark.parametrize("choices", _CHOICES)
 def test_however_uneven_the_choices_are_nothing_is_dropped(sums, choices):
-    """The fullest pair of devices needs up to three rounds; sums and gradients equal one device's."""
+    """The fullest pair of devices needs up to three rounds; sums and gradients equal one
+    device's.
+    """
     rng = np.random.default_rng(1)
-    shapes = (_TOKENS, _WIDTH), (_TOKENS * _K,), *((_EXPERTS, _WIDTH, _HIDDEN),) * 2, (_EXPERTS, _HIDDEN, _WIDTH)
+    shapes = (
+        (_TOKENS, _WIDTH),
+        (_TOKENS * _K,),
+        *((_EXPERTS, _WIDTH, _HIDDEN),) * 2,
+        (_EXPERTS, _HIDDEN, _WIDTH),
+    )
     arrays = [0.4 * rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
     experts = jnp.asarray(_CHOICES[choices], jnp.int32)
     expected = sums["one"](experts, *arrays)
     for name in ("four", "widths split too"):
-        for one, split in zip(jax.tree.leaves(expected), jax.tree.leaves(sums[name](experts, *arrays)), strict=True):
+        for one, split in zip(
+            jax.tree.leaves(expected), jax.tree.leaves(sums[name](experts, *arrays)), strict=True
+        ):
             np.testing.assert_allclose(split, one, rtol=1e-5, atol=1e-5)
     assert bool(np.any(np.asarray(expected[1]))) == (choices != "all to none")
 
@@ -87,7 +106,12 @@ def test_however_uneven_the_choices_are_nothing_is_dropped(sums, choices):
 def test_a_device_may_have_fewer_choices_than_there_are_devices(functions):
     """As in sampling, where it has one token of a row."""
     rng = np.random.default_rng(2)
-    shapes = (_DEVICES, _WIDTH), (_DEVICES,), *((_EXPERTS, _WIDTH, _HIDDEN),) * 2, (_EXPERTS, _HIDDEN, _WIDTH)
+    shapes = (
+        (_DEVICES, _WIDTH),
+        (_DEVICES,),
+        *((_EXPERTS, _WIDTH, _HIDDEN),) * 2,
+        (_EXPERTS, _HIDDEN, _WIDTH),
+    )
     arrays = [0.4 * rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
     experts = jnp.asarray([7, 7, 0, 3], jnp.int32)
     expected, got = (jax.jit(functions[name])(experts, *arrays) for name in ("one", "four"))

@@ -11,9 +11,14 @@ import pytest
 from maxbatch.training.compile.cache import use_persistent_cache
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[: len(content) // 2], lambda content: b""]
+)
 def test_a_damaged_entry_is_replaced_and_named_once(
-    damage: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    damage: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before = jax.config.values["jax_compilation_cache_dir"]
@@ -33,7 +38,9 @@ def test_a_damaged_entry_is_replaced_and_named_once(
         for entry in entries:
             entry.write_bytes(damage(whole[entry]))  # type: ignore[operator]
         assert "is damaged" in compile_anew()
-        assert {entry: entry.stat().st_size > 100 for entry in entries} == dict.fromkeys(entries, True)
+        assert {entry: entry.stat().st_size > 100 for entry in entries} == dict.fromkeys(
+            entries, True
+        )
         assert compile_anew() == ""
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -8,8 +8,10 @@ from maxbatch.system.chips import Chip
 from maxbatch.training.compile.clock import schedule_of
 from maxbatch.training.compile.hlo import read_hlo
 
-CHIP = Chip(("TPU of a test",), None, tflops=1, hbm_gb_s=1, ici_gb_s=1, clock_ghz=1)  # 1,000 FLOPs a cycle
-PRODUCT = 8 * 2 * 1024 * 64 * 1024 * 2 // 1000  # cycles of one product, of all queries with all keys
+# 1,000 FLOPs a cycle
+CHIP = Chip(("TPU of a test",), None, tflops=1, hbm_gb_s=1, ici_gb_s=1, clock_ghz=1)
+# cycles of one product, of all queries with all keys
+PRODUCT = 8 * 2 * 1024 * 64 * 1024 * 2 // 1000
 QUERIES = "bf16[8,2,1024,64]{3,2,1,0}"
 
 
@@ -34,8 +36,12 @@ def blocks(suffix: str, q: int, kv: int) -> str:
     return rf"{{\"block_q{suffix}\": {q}, \"block_kv{suffix}\": {kv}, \"block_kv{suffix}_compute\": 128}}"
 
 
-@pytest.mark.parametrize(("phase", "products"), [("mha_fwd", 2), ("mha_dq", 3), ("mha_dkv", 4), ("mqa_fwd", 2)])
-def test_splash_counts_its_products_half_of_them_masked_if_it_states_no_blocks(phase: str, products: int) -> None:
+@pytest.mark.parametrize(
+    ("phase", "products"), [("mha_fwd", 2), ("mha_dq", 3), ("mha_dkv", 4), ("mqa_fwd", 2)]
+)
+def test_splash_counts_its_products_half_of_them_masked_if_it_states_no_blocks(
+    phase: str, products: int
+) -> None:
     assert splash(phase) == pytest.approx(0.5 * products * PRODUCT, rel=0.001)
 
 
@@ -46,7 +52,9 @@ def test_splash_counts_its_products_half_of_them_masked_if_it_states_no_blocks(p
 )
 def test_a_block_that_the_mask_cuts_is_computed_whole(q: int, kv: int, share: float) -> None:
     grid = f"s8[1,{1024 // q},{1024 // kv}]"
-    assert splash("mha_fwd", blocks("", q, kv), grid) == pytest.approx(share * 2 * PRODUCT, rel=0.001)
+    assert splash("mha_fwd", blocks("", q, kv), grid) == pytest.approx(
+        share * 2 * PRODUCT, rel=0.001
+    )
 
 
 def test_the_blocks_are_those_of_the_phase() -> None:
@@ -55,9 +63,13 @@ def test_the_blocks_are_those_of_the_phase() -> None:
 
 
 def test_a_window_visits_fewer_blocks() -> None:
-    assert splash("mha_fwd", blocks("", 256, 256), "s8[1,4,2]") == pytest.approx(8 / 16 * 2 * PRODUCT, rel=0.001)
+    assert splash("mha_fwd", blocks("", 256, 256), "s8[1,4,2]") == pytest.approx(
+        8 / 16 * 2 * PRODUCT, rel=0.001
+    )
 
 
 def test_a_fused_backward_makes_the_gradient_of_the_queries_as_well() -> None:
     by_blocks_of_keys = "bf16[8,4,2,1024,64]{4,3,2,1,0}"
-    assert splash("mha_dkv", result=by_blocks_of_keys) == pytest.approx(0.5 * 5 * PRODUCT, rel=0.001)
+    assert splash("mha_dkv", result=by_blocks_of_keys) == pytest.approx(
+        0.5 * 5 * PRODUCT, rel=0.001
+    )

@@ -20,8 +20,9 @@ from tests.helpers.tiny import TINY_RUN
 MIB = 2**20
 FUSING = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
 VMEM = (
-    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %fusion. Scoped "
-    "allocation with size 16.50M and limit 16.00M exceeded scoped vmem limit by 512.0K."
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for "
+    "%fusion. Scoped allocation with size 16.50M and limit 16.00M exceeded scoped vmem limit by "
+    "512.0K."
 )
 HBM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm."
 
@@ -48,7 +49,10 @@ class Lowered:
     ("message", "shortage"),
     [
         (VMEM, Shortage("vmem", int(16.5 * MIB), 16 * MIB)),
-        ("Ran out of memory in memory space smem. Used 1.50M of 1.00M smem.", Shortage("smem", int(1.5 * MIB), MIB)),
+        (
+            "Ran out of memory in memory space smem. Used 1.50M of 1.00M smem.",
+            Shortage("smem", int(1.5 * MIB), MIB),
+        ),
         ("Ran out of memory in memory space vmem.", Shortage("vmem", None, None)),
         ("out of memory", Shortage("hbm", None, None)),
     ],
@@ -77,7 +81,9 @@ class Refusing:
     def compile(self, compiler_options: dict[str, Any] | None = None) -> str:
         self.asked.append(dict(compiler_options) if compiler_options else None)
         if named := [name for name in self.refused if name in (compiler_options or {})]:
-            raise jax.errors.JaxRuntimeError(f"FAILED_PRECONDITION: Please disable it with {named[0]}=false")
+            raise jax.errors.JaxRuntimeError(
+                f"FAILED_PRECONDITION: Please disable it with {named[0]}=false"
+            )
         return "compiled"
 
 
@@ -90,7 +96,9 @@ def test_options_that_the_compiler_refuses_are_dropped_with_one_warning_for_all_
         assert compile_program(lowered, options) == "compiled"
         assert lowered.asked == [options, {"xla_other": "1"}]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("maxbatch: warning: ") and f"--{FUSING}" in line and "xla_other" not in line
+    assert (
+        line.startswith("maxbatch: warning: ") and f"--{FUSING}" in line and "xla_other" not in line
+    )
 
 
 def test_an_error_that_names_no_option_is_the_programs_own_once_it_has_none() -> None:
@@ -144,7 +152,9 @@ def test_a_jitted_function_goes_on_without_an_option_that_the_compiler_refuses(
     assert line.startswith("maxbatch: warning: ") and "--xla_tpu_of_no_compiler" in line
 
 
-def test_a_jitted_function_compiles_once_for_each_kind_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jitted_function_compiles_once_for_each_kind_of_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options, compiled = {"xla_cpu_enable_fast_math": "false"}, list[Any]()
 
     def compile_counted(lowered: jax.stages.Lowered, stated: dict[str, str]) -> jax.stages.Compiled:

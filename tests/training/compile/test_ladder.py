@@ -1,4 +1,6 @@
-"""No stage change compiles or waits: one step can run every stage, the steady state's own follows later."""
+"""No stage change compiles or waits: one step can run every stage, the steady state's own follows
+later.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def test_the_first_executable_runs_every_stage_and_the_second_the_steady_state()
 
 def test_a_long_stage_has_an_executable_of_its_own_and_a_short_one_has_not() -> None:
     """A doubling ramp: 10, 100, 10 and 100 updates at 16, 32, 64 and 128 rows in one pass."""
-    ramp = ("batch_size_schedule=0:16 160:32 3360:64 4000:128", "train_samples=16800", "per_device_batch_size=128")
+    ramp = (
+        "batch_size_schedule=0:16 160:32 3360:64 4000:128",
+        "train_samples=16800",
+        "per_device_batch_size=128",
+    )
     stages = RampupBatchManager.from_config(tiny_config(*ramp)).stages
     assert [stage.num_steps for stage in stages] == [10, 100, 10, 100]
     assert plan_shapes(stages) == [BatchShape(16, 8), BatchShape(32, 4), BatchShape(128, 1)]
@@ -41,7 +47,9 @@ def test_an_executable_whose_stage_is_over_is_never_used() -> None:
         steps.compile_first()
         steps.compile_rest(background)
         background.start(lambda: None).result(10)
-        assert steps.shape_for(stages[2], False).micro_batch == 16, "24 is behind; 16 runs for the first time"
+        assert steps.shape_for(stages[2], False).micro_batch == 16, (
+            "24 is behind; 16 runs for the first time"
+        )
         assert steps.shape_for(stages[2], False).micro_batch == 16
         shapes = "8 (any stage), of 16 (the last stage), of 24 (stages of 64 updates or more)"
         assert steps.describe() == f"compiled for micro-batches of {shapes}"
@@ -63,14 +71,20 @@ def test_a_stage_takes_the_coarsest_executable_that_is_ready() -> None:
 
     with Background() as background:
         steps = StepLadder(compile_step, stages)
-        assert steps.shape_for(stages[0], True) == BatchShape(8, 12), "the feed may ask before it is compiled"
+        assert steps.shape_for(stages[0], True) == BatchShape(8, 12), (
+            "the feed may ask before it is compiled"
+        )
         assert steps.compile_first() == [(BatchShape(8, 12), "step of 8")]
         steps.compile_rest(background)
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 8]
         go_on.set()
         background.start(lambda: None).result(10)
-        assert steps.shape_for(stages[-1], True).micro_batch == 8, "no first run in the update that opens a stage"
-        assert steps.shape_for(stages[1], False).micro_batch == 32, "its first run, padded, within a stage"
+        assert steps.shape_for(stages[-1], True).micro_batch == 8, (
+            "no first run in the update that opens a stage"
+        )
+        assert steps.shape_for(stages[1], False).micro_batch == 32, (
+            "its first run, padded, within a stage"
+        )
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 32]
         assert steps[steps.shape_for(stages[-1], True)] == "step of 32"
 

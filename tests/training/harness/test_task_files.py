@@ -39,7 +39,9 @@ def test_a_pipe_is_not_read() -> None:
 
 
 def test_files_of_the_harness_pass_and_their_functions_do_not_run() -> None:
-    Path("a.yaml").write_text("include: a.yaml\ntask: a\ndoc_to_text: !function ran.text\nx: &x {y: 1}\nz: {<<: *x}\n")
+    Path("a.yaml").write_text(
+        "include: a.yaml\ntask: a\ndoc_to_text: !function ran.text\nx: &x {y: 1}\nz: {<<: *x}\n"
+    )
     Path("ran.py").write_text("raise SystemExit('ran')\n")
     Path("no.yaml").write_text("{")
     check_task_files([".", "nowhere.yaml", "a.yaml"])

@@ -1,4 +1,6 @@
-"""Trackers beside TensorBoard: missing packages, failures, records, and hyperparameters in TensorBoard."""
+"""Trackers beside TensorBoard: missing packages, failures, records, and hyperparameters in
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -62,17 +64,25 @@ def test_an_extra_that_is_missing_is_one_line_before_anything_is_made(
     assert not run_dir.exists()
 
 
-def test_a_resumed_run_goes_on_as_the_same_run_of_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_as_the_same_run_of_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeWandb()
     as_module(fake, monkeypatch)
     base = ("log_to=wandb", f"run_dir={tmp_path}/sweep/0007", "learning_rate_schedule=constant")
     train(one_layer_config(*base, "steps=1"), ONE)
     train(one_layer_config(*base, "steps=2"), ONE)
     first, second = fake.begun
-    assert first["id"] == second["id"] == json.loads((tmp_path / "sweep/0007" / TRACKERS_FILE).read_text())["wandb"]
+    assert (
+        first["id"]
+        == second["id"]
+        == json.loads((tmp_path / "sweep/0007" / TRACKERS_FILE).read_text())["wandb"]
+    )
     assert first["name"] == "sweep/0007" and first["config"]["per_device_batch_size"] == 16
     assert [step for step, _ in fake.logged] == [1, 2] and fake.finished == 2
-    assert fake.logged[1][1]["loss"] == pytest.approx(read_metrics(tmp_path / "sweep/0007")[1]["loss"])
+    assert fake.logged[1][1]["loss"] == pytest.approx(
+        read_metrics(tmp_path / "sweep/0007")[1]["loss"]
+    )
     assert not list((tmp_path / "sweep/0007").glob("*tfevents*")), "log_to leaves out tensorboard"
 
 
@@ -81,7 +91,10 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
 ) -> None:
     as_module(FakeWandb(fails_at=2), monkeypatch)
     train(one_layer_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
-    assert capsys.readouterr().err.count("wandb failed (no network); the run continues without it") == 1
+    assert (
+        capsys.readouterr().err.count("wandb failed (no network); the run continues without it")
+        == 1
+    )
     assert len(read_metrics(tmp_path)) == 3
 
 
@@ -95,16 +108,25 @@ def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
     monkeypatch.setattr(loggers, "_END_S", 0.1)
     train(one_layer_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
     answers.set()
-    assert capsys.readouterr().err.count("wandb did not end within 0.1 s; the run continues without it") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "wandb did not end within 0.1 s; the run continues without it"
+        )
+        == 1
+    )
     assert len(read_metrics(tmp_path)) == 3
 
 
-def test_a_tracker_that_does_not_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_begin_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake, answers = FakeWandb(), threading.Event()
     monkeypatch.setattr(fake, "init", lambda **_: answers.wait())
     as_module(fake, monkeypatch)
     monkeypatch.setattr(loggers, "_BEGIN_S", 0.1)
-    with pytest.raises(ConfigError, match=r"wandb cannot be used \(no answer within 0.1 s\); works: WANDB_MODE"):
+    with pytest.raises(
+        ConfigError, match=r"wandb cannot be used \(no answer within 0.1 s\); works: WANDB_MODE"
+    ):
         train(one_layer_config("log_to=wandb", "steps=1", f"run_dir={tmp_path}"), ONE)
     answers.set()
 
@@ -119,8 +141,13 @@ def test_tensorboard_has_the_hyperparameters_of_a_run(tmp_path: Path) -> None:
         event = Event.FromString(content[place + 12 : place + 12 + size])
         place += 16 + size
         found |= {value.tag: value.metadata.plugin_data.content for value in event.summary.value}
-    started = HParamsPluginData.FromString(found["_hparams_/session_start_info"]).session_start_info.hparams
-    assert started["learning_rate"].number_value == 0.0625 and started["opt_type"].string_value == "adamw"
+    started = HParamsPluginData.FromString(
+        found["_hparams_/session_start_info"]
+    ).session_start_info.hparams
+    assert (
+        started["learning_rate"].number_value == 0.0625
+        and started["opt_type"].string_value == "adamw"
+    )
     shown = HParamsPluginData.FromString(found["_hparams_/experiment"]).experiment.metric_infos
     assert {"eval_loss", "loss"} <= {info.name.tag for info in shown} and "loss" in found
 
@@ -137,30 +164,41 @@ def test_tensorboards_events_go_to_a_bucket_once(gs: Store) -> None:
 
 
 def test_tensorboard_brings_no_clients_of_object_stores() -> None:
-    code = "import sys, maxbatch.training.record.board; print({'boto3', 'google.cloud.storage'} & set(sys.modules))"
+    code = (
+        "import sys, maxbatch.training.record.board; print({'boto3', 'google.cloud.storage'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("text", ["wandb", "[tensorboard, wandb]", "tensorboard,wandb", "none", ""])
 def test_log_to_is_a_list_of_words(text: str) -> None:
-    words = [word.strip() for word in text.strip("[]").split(",") if word.strip() not in ("", "none")]
+    words = [
+        word.strip() for word in text.strip("[]").split(",") if word.strip() not in ("", "none")
+    ]
     assert one_layer_config(f"log_to={text}").log_to == ",".join(words)
 
 
 def test_an_unknown_logger_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"log_to=tensorbord: must be one of .*works: log_to=tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"log_to=tensorbord: must be one of .*works: log_to=tensorboard"
+    ):
         one_layer_config("log_to=tensorbord")
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_the_real_tracker_takes_a_run_offline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_tracker_takes_a_run_offline(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     train(one_layer_config(f"log_to={name}", "steps=2", f"run_dir={tmp_path}/run"), ONE)
-    written = list((tmp_path / "run").glob("wandb/offline-run-*")) or list((tmp_path / "mlruns").rglob("loss"))
+    written = list((tmp_path / "run").glob("wandb/offline-run-*")) or list(
+        (tmp_path / "mlruns").rglob("loss")
+    )
     assert written

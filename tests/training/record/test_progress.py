@@ -16,7 +16,15 @@ from maxbatch.training.record.progress import RunProgress
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     base = {"loss": 2.5, "global_batch_size": 16, "stage": 1, "learning_rate": 1e-3}
-    return {"step": step, **base, "tokens_per_second": 12345.6, "grad_norm": 1.0, "mfu": None, "skipped": False, **more}
+    return {
+        "step": step,
+        **base,
+        "tokens_per_second": 12345.6,
+        "grad_norm": 1.0,
+        "mfu": None,
+        "skipped": False,
+        **more,
+    }
 
 
 def doing() -> str:
@@ -39,8 +47,15 @@ def test_a_pipe_gets_the_first_the_last_and_every_tenth_update() -> None:
 
 
 def test_eval_and_skips_are_shown_whenever_they_happen() -> None:
-    shown = lines([record(3, eval_loss=2.25), record(4, skipped=True, loss=float("nan"), grad_norm=float("nan"))])
-    assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith("skipped: a gradient is not finite")
+    shown = lines(
+        [
+            record(3, eval_loss=2.25),
+            record(4, skipped=True, loss=float("nan"), grad_norm=float("nan")),
+        ]
+    )
+    assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith(
+        "skipped: a gradient is not finite"
+    )
 
 
 def test_a_line_has_the_time_left_at_the_pace_of_the_samples_since_the_first_update(
@@ -67,8 +82,16 @@ def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
 
 
 def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
-    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875, eval_reward=0.4375)])
-    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875) | eval reward 0.438")
+    (line,) = lines(
+        [
+            record(
+                3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875, eval_reward=0.4375
+            )
+        ]
+    )
+    assert "| reward 0.500 |" in line and line.endswith(
+        "pass@1 0.750 (greedy 0.875) | eval reward 0.438"
+    )
 
 
 def test_a_zero_has_no_sign() -> None:
@@ -86,22 +109,30 @@ def test_a_narrow_terminal_tears_no_part_of_a_line() -> None:
     console = Console(file=out, width=60, force_terminal=True, highlight=False)
     with closing(RunProgress(console, 20, 0, 1, 10, doing)) as progression:
         progression.append(record(3, eval_loss=2.25))
-    torn = "step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03\n  12,346 tokens/s | eval loss 2.2500\n"
+    torn = (
+        "step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03\n  12,346 tokens/s | eval loss 2.2500\n"
+    )
     assert torn in out.getvalue()
 
 
-def test_a_pipe_gets_a_line_after_half_a_minute_and_fewer_while_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_a_line_after_half_a_minute_and_fewer_while_it_waits_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(progress, "LINE_S", 0.1)
     out = io.StringIO()
     with closing(RunProgress(Console(file=out, width=200), 20, 0, 1, 10, doing)) as progression:
         progression.append(record(3))  # by itself too little for a line
         time.sleep(1.2)
     shown = out.getvalue().splitlines()
-    assert shown[0].startswith("step 3/20 | loss 2.5000") and "step 3/20 | compiling, 0 s" in shown[1]
+    assert (
+        shown[0].startswith("step 3/20 | loss 2.5000") and "step 3/20 | compiling, 0 s" in shown[1]
+    )
     assert 3 <= len(shown) <= 5  # after 0.1, 0.2, 0.4 and 0.8 s
 
 
-def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(progress, "_TICK_S", 0.02)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
@@ -109,7 +140,8 @@ def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(monkeypatch: py
         time.sleep(1.3)
     shown = out.getvalue()
     assert "step 0/20 | compiling, 0 s" in shown and "step 0/20 | compiling, 1 s" in shown
-    assert shown.count("\n") == 1 and shown.endswith("\x1b[1A\x1b[2K")  # the bar's own line, erased at the end
+    # the bar's own line, erased at the end
+    assert shown.count("\n") == 1 and shown.endswith("\x1b[1A\x1b[2K")
 
 
 def test_what_the_compiler_writes_overwrites_the_waiting_bar_and_does_not_follow_it(
@@ -117,7 +149,9 @@ def test_what_the_compiler_writes_overwrites_the_waiting_bar_and_does_not_follow
 ) -> None:
     monkeypatch.setattr(progress, "_TICK_S", 0.02)
     out = io.StringIO()
-    with closing(RunProgress(Console(file=out, force_terminal=True, width=120), 20, 0, 1, 10, doing)) as progression:
+    with closing(
+        RunProgress(Console(file=out, force_terminal=True, width=120), 20, 0, 1, 10, doing)
+    ) as progression:
         time.sleep(0.5)
         assert out.getvalue().endswith("\r") and "compiling" in out.getvalue()
         progression.append(record(1))
@@ -136,7 +170,9 @@ def test_the_last_update_takes_the_place_of_the_bar() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_slow_compilation_is_explained_once(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_a_slow_compilation_is_explained_once(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
     for name, seconds in {"_TICK_S": 0.02, "LINE_S": 0.02, "_SLOW_COMPILE_S": 0.1}.items():
         monkeypatch.setattr(progress, name, seconds)
     for activity, times in (("compiling", 1), ("saving", 0)):

@@ -15,7 +15,10 @@ from maxbatch.training.update.searched_paths import searched_paths
 PARAMETERS = {
     "embedding": jnp.ones((4, 2)),
     "final_norm": {"scale": jnp.ones(2)},
-    "layers": {"attention_norm": {"scale": jnp.ones((3, 2))}, "attention": {"query": jnp.ones((3, 2, 2, 1))}},
+    "layers": {
+        "attention_norm": {"scale": jnp.ones((3, 2))},
+        "attention": {"query": jnp.ones((3, 2, 2, 1))},
+    },
 }
 NORMS = {"final_norm/scale", "layers/attention_norm/scale"}
 MATRICES = {"embedding", "layers/attention/query"}
@@ -26,9 +29,15 @@ def decaying(*overrides: str) -> set[str]:
     optimizer = make_optimizer(
         load_config(overrides=[*overrides]).optimizer, UpdateSettings(0.1, adam_weight_decay=0.1)
     )
-    updates, _ = optimizer.update(optax.tree.zeros_like(PARAMETERS), optimizer.init(PARAMETERS), PARAMETERS)
+    updates, _ = optimizer.update(
+        optax.tree.zeros_like(PARAMETERS), optimizer.init(PARAMETERS), PARAMETERS
+    )
     paths = jax.tree.leaves_with_path(updates)
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in paths if jnp.any(leaf != 0)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in paths
+        if jnp.any(leaf != 0)
+    }
 
 
 @pytest.mark.parametrize(
@@ -46,7 +55,9 @@ def test_what_a_pattern_finds_does_not_decay(mask: str, expected: set[str]) -> N
 
 
 def test_muons_matrices_have_a_decay_of_their_own() -> None:
-    assert decaying("opt_type=muon", "adamw_mask=[]", "muon_weight_decay=0") == {"embedding"} | NORMS
+    assert (
+        decaying("opt_type=muon", "adamw_mask=[]", "muon_weight_decay=0") == {"embedding"} | NORMS
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,15 +66,33 @@ def test_muons_matrices_have_a_decay_of_their_own() -> None:
         ("llama2", "layers.attention.query_bias", "decoder/layers/self_attention/query/bias"),
         ("llama2", "layers.mlp_norm.scale", "decoder/layers/post_self_attention_layer_norm/scale"),
         ("gemma2", "layers.1.mlp_norm.scale", "decoder/layers/pre_ffw_norm_global/scale"),
-        ("gemma3", "layers.5.attention.query", "decoder/layers/layers_5/self_attention/query/kernel"),
-        ("gpt_oss", "layers.0.experts.expert_up_bias", "decoder/layers/layers_0/GptOssMlp/wi_1_bias"),
+        (
+            "gemma3",
+            "layers.5.attention.query",
+            "decoder/layers/layers_5/self_attention/query/kernel",
+        ),
+        (
+            "gpt_oss",
+            "layers.0.experts.expert_up_bias",
+            "decoder/layers/layers_0/GptOssMlp/wi_1_bias",
+        ),
         ("deepseek", "dense_layers.mlp.gate", "decoder/dense_layers/mlp/wi_0/kernel"),
-        ("deepseek", "layers.experts.router", "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel"),
-        ("deepseek", "layers.attention.latent_norm.scale", "decoder/moe_layers/self_attention/kv_norm/scale"),
+        (
+            "deepseek",
+            "layers.experts.router",
+            "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel",
+        ),
+        (
+            "deepseek",
+            "layers.attention.latent_norm.scale",
+            "decoder/moe_layers/self_attention/kv_norm/scale",
+        ),
         ("olmo3", "final_norm.scale", "decoder/decoder_norm/scale"),
     ],
 )
-def test_patterns_are_searched_in_the_names_of_maxtexts_family(block: str, path: str, theirs: str) -> None:
+def test_patterns_are_searched_in_the_names_of_maxtexts_family(
+    block: str, path: str, theirs: str
+) -> None:
     assert searched_paths(path.split("."), block) == [path.replace(".", "/"), theirs]
 
 
@@ -81,11 +110,14 @@ def test_a_mask_of_gemmas_names_is_no_mask_of_llamas() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["adamw_mask=[(]"], ["muon_beta=0.9"], ["opt_type=lion", "mu_dtype=bfloat16"],
-        ["learning_rate_schedule_steps=10"], ["query_weights_scaled=true", "decoder_block=qwen3", "use_qk_norm=true"],
+        ["adamw_mask=[(]"],
+        ["muon_beta=0.9"],
+        ["opt_type=lion", "mu_dtype=bfloat16"],
+        ["learning_rate_schedule_steps=10"],
+        ["query_weights_scaled=true", "decoder_block=qwen3", "use_qk_norm=true"],
         ["learning_rate_schedule_by=updates", "batch_size_schedule=seesaw 16 2"],
     ],
-)  # fmt: skip
+)
 def test_a_setting_without_effect_is_refused(overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match="works: "):
         load_config(overrides=overrides)

@@ -22,7 +22,9 @@ LAYERS = ("scan_layers=true", "base_num_decoder_layers=3", "dtype=float32")
 TOKENS_MxL = jnp.asarray(np.random.default_rng(0).integers(1, 200, (2, LENGTH)), jnp.int32)
 
 
-def loss(config: DecoderConfig, params: nnx.State, runner: SummingLayers | None = None) -> jax.Array:
+def loss(
+    config: DecoderConfig, params: nnx.State, runner: SummingLayers | None = None
+) -> jax.Array:
     graphdef, _ = abstract_model(config, layer_runner=runner)
     rows = (TOKENS_MxL, jnp.ones_like(TOKENS_MxL), jnp.ones(TOKENS_MxL.shape, jnp.float32))
     return loss_sums(nnx.merge(graphdef, params), *rows)[0]
@@ -46,17 +48,28 @@ def assert_close(actual: jax.Array, desired: jax.Array) -> None:
 def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(
     remat_policy: str, plain: tuple[nnx.State, jax.Array, nnx.State]
 ) -> None:
-    custom = ("decoder_layer_input=offload", "key_proj=offload", "mlpwo=device") if remat_policy == "custom" else ()
-    config, (params, loss_of_all, gradients) = tiny_config(*LAYERS, f"remat_policy={remat_policy}", *custom), plain
+    custom = (
+        ("decoder_layer_input=offload", "key_proj=offload", "mlpwo=device")
+        if remat_policy == "custom"
+        else ()
+    )
+    config, (params, loss_of_all, gradients) = (
+        tiny_config(*LAYERS, f"remat_policy={remat_policy}", *custom),
+        plain,
+    )
 
     def summing(params: nnx.State, sums: nnx.State) -> jax.Array:
-        return loss(config.decoder, params, SummingLayers(sums, Remat.of(config.remat), unconstrained))
+        return loss(
+            config.decoder, params, SummingLayers(sums, Remat.of(config.remat), unconstrained)
+        )
 
     before = jax.tree.map(lambda p: jnp.full(p.shape, 0.25, jnp.float32), params["layers"])
     summed_loss, (own, sums) = jax.jit(jax.value_and_grad(summing, argnums=(0, 1)))(params, before)
 
     assert summed_loss == pytest.approx(float(loss_of_all), rel=1e-6)
-    for summed, gradient in zip(jax.tree.leaves(sums), jax.tree.leaves(gradients["layers"]), strict=True):
+    for summed, gradient in zip(
+        jax.tree.leaves(sums), jax.tree.leaves(gradients["layers"]), strict=True
+    ):
         assert_close(summed, gradient + 0.25)
     assert all(not np.any(g) for g in jax.tree.leaves(own["layers"])), "nothing is counted twice"
     assert_close(own["embedding"][...], gradients["embedding"][...])

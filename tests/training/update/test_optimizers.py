@@ -48,12 +48,16 @@ def random_like(tree: Any, seed: int) -> Any:
 
 
 def has_experts(parameters: Any) -> bool:
-    return any("expert_" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(parameters))
+    return any(
+        "expert_" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(parameters)
+    )
 
 
 @partial(jax.jit, static_argnums=0)
 def state_of(opt: tuple[str, ...], parameters: Any) -> Any:
-    return make_optimizer(optimizer_config(*opt).optimizer, AT_REST, has_experts(parameters)).init(parameters)
+    return make_optimizer(optimizer_config(*opt).optimizer, AT_REST, has_experts(parameters)).init(
+        parameters
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -65,7 +69,9 @@ def update_of(
 
 
 @partial(jax.jit, static_argnums=0)
-def updated(opt: tuple[str, ...], parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
+def updated(
+    opt: tuple[str, ...], parameters: Any, state: Any, gradient: Any, learning_rate: Any
+) -> tuple[Any, Any]:
     updates, state = update_of(opt, UpdateSettings(learning_rate), gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
@@ -81,7 +87,9 @@ def unstacked(tree: nnx.State) -> dict[str, Any]:
     """The same values as separate layers, under names that say nothing of a stack."""
     pure = nnx.to_pure_dict(tree)
     layers = pure.pop("layers")
-    return pure | {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
+    return pure | {
+        f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)
+    }
 
 
 @pytest.mark.runs
@@ -90,8 +98,12 @@ def test_stacked_layers_are_updated_as_separate_ones(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type))
     gradients = [random_like(parameters, seed) for seed in (1, 2)]
     stacked = after_two_updates((opt_type,), parameters, gradients)
-    separate = after_two_updates((opt_type,), unstacked(parameters), [unstacked(g) for g in gradients])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), unstacked(stacked), separate)
+    separate = after_two_updates(
+        (opt_type,), unstacked(parameters), [unstacked(g) for g in gradients]
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), unstacked(stacked), separate
+    )
 
 
 @pytest.mark.parametrize("opt_type", ALL)
@@ -119,7 +131,8 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
     parameters = parameters_of(optimizer_config(opt_type))
     gradients = [random_like(parameters, 1)]
     with_decay, without = (
-        after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients) for decay in (0.5, 0.0)
+        after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients)
+        for decay in (0.5, 0.0)
     )
 
     def check(path: Any, a: jax.Array, b: jax.Array, before: jax.Array) -> None:
@@ -137,13 +150,21 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
-    jax.tree.map(lambda a, b, p: np.testing.assert_allclose(b - p, 2 * (a - p), atol=1e-6), one, two, parameters)
+    jax.tree.map(
+        lambda a, b, p: np.testing.assert_allclose(b - p, 2 * (a - p), atol=1e-6),
+        one,
+        two,
+        parameters,
+    )
     assert jax.tree.structure(state_one) == jax.tree.structure(start)
-    assert [x.shape for x in jax.tree.leaves(state_one)] == [x.shape for x in jax.tree.leaves(start)]
+    assert [x.shape for x in jax.tree.leaves(state_one)] == [
+        x.shape for x in jax.tree.leaves(start)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("opt_type", "least", "most"), [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)]
+    ("opt_type", "least", "most"),
+    [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)],
 )
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
     config = optimizer_config(opt_type)
@@ -160,7 +181,10 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
     moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
     updates = nnx.to_pure_dict(jax.tree.map(lambda a, b: a - b, moved, parameters))
     layers = updates["layers"]
-    matrices = {name: layers["attention"][name].reshape(NUM_LAYERS, 128, -1) for name in ("query", "key", "value")}
+    matrices = {
+        name: layers["attention"][name].reshape(NUM_LAYERS, 128, -1)
+        for name in ("query", "key", "value")
+    }
     matrices |= {"out": layers["attention"]["out"].reshape(NUM_LAYERS, -1, 128), **layers["mlp"]}
     for name, update in matrices.items():
         values = np.linalg.svd(update, compute_uv=False)
@@ -177,13 +201,22 @@ def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None
     def numbers(seed: int) -> tuple[Any, Any]:
         """The matrices of 2 layers of 3 experts, stacked and each by itself."""
         rng = np.random.default_rng(seed)
-        stacked = {name: rng.normal(size=(2, 3, *shape)).astype(np.float32) for name, shape in sizes.items()}
+        stacked = {
+            name: rng.normal(size=(2, 3, *shape)).astype(np.float32)
+            for name, shape in sizes.items()
+        }
         places = [(layer, expert) for layer in range(2) for expert in range(3)]
-        separate = {f"{place}": {name: array[place] for name, array in stacked.items()} for place in places}
-        return {"layers": {"experts": {f"expert_{name}": array for name, array in stacked.items()}}}, separate
+        separate = {
+            f"{place}": {name: array[place] for name, array in stacked.items()} for place in places
+        }
+        return {
+            "layers": {"experts": {f"expert_{name}": array for name, array in stacked.items()}}
+        }, separate
 
     (stacked, separate), *gradients = (numbers(seed) for seed in range(3))
-    moved = after_two_updates((opt_type,), stacked, [both[0] for both in gradients])["layers"]["experts"]
+    moved = after_two_updates((opt_type,), stacked, [both[0] for both in gradients])["layers"][
+        "experts"
+    ]
     expected = after_two_updates((opt_type,), separate, [both[1] for both in gradients])
     for place, matrices in expected.items():
         layer, expert = int(place[1]), int(place[4])
@@ -194,7 +227,8 @@ def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None
 def test_a_model_without_experts_has_no_state_for_them() -> None:
     """Its checkpoints are those of before there were any."""
     config, value = optimizer_config("adafactor").optimizer, np.ones((2, 3, 128, 128), np.float32)
-    for parameters in ({"layers": {"up": value[0]}}, {"layers": {"expert_up": value}}):  # a user's may have such a name
+    # a user's may have such a name
+    for parameters in ({"layers": {"up": value[0]}}, {"layers": {"expert_up": value}}):
         state = jax.eval_shape(make_optimizer(config, AT_REST).init, parameters)
         assert set(state[0].inner_states) == {False, True}
 
@@ -215,8 +249,16 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
-    """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition 4)."""
-    scaled = ("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
+    """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition
+    4).
+    """
+    scaled = (
+        "adamw",
+        "adam_scaling=sde",
+        "learning_rate_scaling=sqrt",
+        "adam_b1=0.95",
+        "adam_b2=0.99",
+    )
     plain = ("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
     gradients = [random_like(parameters_of(optimizer_config(*plain)), 1)] * 3
     found = updates_of(scaled, [UpdateSettings(0.1, 4.0)] * 3, gradients)[-1]
@@ -225,7 +267,9 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
         np.testing.assert_allclose(ours, wanted, rtol=2e-5)
 
 
-def updates_of(opt: tuple[str, ...], settings: list[UpdateSettings], gradients: list[Any]) -> list[Any]:
+def updates_of(
+    opt: tuple[str, ...], settings: list[UpdateSettings], gradients: list[Any]
+) -> list[Any]:
     """Returns the updates of the first parameters by gradients, each with its settings."""
     parameters = parameters_of(optimizer_config(*opt))
     state, found = state_of(opt, parameters), []

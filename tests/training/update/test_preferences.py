@@ -32,11 +32,17 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def dpo(logprobs: np.ndarray, beta: float, swapped: float) -> tuple[np.ndarray, np.ndarray]:
-    """Equation 7 of arXiv 2305.18290, and its gradient below that; with the labels of cDPO, equation 3."""
+    """Equation 7 of arXiv 2305.18290, and its gradient below that; with the labels of cDPO,
+    equation 3.
+    """
     (policy_w, policy_l), (reference_w, reference_l) = logprobs.T, REFERENCE.T
     reward_w, reward_l = beta * (policy_w - reference_w), beta * (policy_l - reference_l)
-    losses = -(1 - swapped) * np.log(sigmoid(reward_w - reward_l)) - swapped * np.log(sigmoid(reward_l - reward_w))
-    slope = -beta * ((1 - swapped) * sigmoid(reward_l - reward_w) - swapped * sigmoid(reward_w - reward_l))
+    losses = -(1 - swapped) * np.log(sigmoid(reward_w - reward_l)) - swapped * np.log(
+        sigmoid(reward_l - reward_w)
+    )
+    slope = -beta * (
+        (1 - swapped) * sigmoid(reward_l - reward_w) - swapped * sigmoid(reward_w - reward_l)
+    )
     return losses, np.stack([slope, -slope], axis=1)
 
 
@@ -57,7 +63,10 @@ def test_losses_and_gradients_are_those_of_the_papers(algorithm: str) -> None:
         own, (losses, slopes) = config(dpo_algo="orpo", orpo_lambda=0.25), orpo(LOGPROBS, 0.25)
     else:
         swapped = 0.2 if algorithm == "cdpo" else 0.0
-        own, (losses, slopes) = config(dpo_beta=0.3, dpo_label_smoothing=swapped), dpo(LOGPROBS, 0.3, swapped)
+        own, (losses, slopes) = (
+            config(dpo_beta=0.3, dpo_label_smoothing=swapped),
+            dpo(LOGPROBS, 0.3, swapped),
+        )
 
     def total(logprobs_MxK: jax.Array) -> tuple[jax.Array, jax.Array]:
         answers = Answers(logprobs_MxK, np.asarray(TOKENS, np.float32))
@@ -74,7 +83,9 @@ def test_a_certain_answer_and_padding_have_finite_odds() -> None:
         answers = Answers(logprobs_MxK, np.array([[3, 2], [0, 0]], np.float32))
         return jnp.sum(pair_losses(answers, None, config(dpo_algo="orpo"))[0] * answers.weights_M)
 
-    loss, gradient = jax.device_get(jax.jit(jax.value_and_grad(total))(np.array([[0, -200], [0, 0]], np.float32)))
+    loss, gradient = jax.device_get(
+        jax.jit(jax.value_and_grad(total))(np.array([[0, -200], [0, 0]], np.float32))
+    )
     assert np.isfinite(loss) and np.isfinite(gradient).all() and (gradient[1] == 0).all()
 
 
@@ -85,7 +96,8 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
         end = begin + len(prompt + answer)
         rows["tokens"][0, begin:end], rows["segments"][0, begin:end] = prompt + answer, number
         rows["weights"][0, begin + len(prompt) : end] = 1
-    batch = Batch(rows["tokens"], rows["segments"], rows["weights"].astype(np.float32))  # the second pair is padding
+    # the second pair is padding
+    batch = Batch(rows["tokens"], rows["segments"], rows["weights"].astype(np.float32))
 
     def both(batch: Batch) -> tuple[Answers, list[jax.Array]]:
         decoder = Decoder(tiny_config("base_num_decoder_layers=1").decoder, rngs=nnx.Rngs(0))
@@ -94,7 +106,9 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
             tokens_1xT = jnp.array([prompt + answer])
             x_1xTxD = decoder.hidden(tokens_1xT, jnp.ones_like(tokens_1xT)).x_MxLxD
             logprobs_TxV = jax.nn.log_softmax(decoder.logits(x_1xTxD)[0])
-            alone.append(sum(logprobs_TxV[len(prompt) - 1 + i, token] for i, token in enumerate(answer)))
+            alone.append(
+                sum(logprobs_TxV[len(prompt) - 1 + i, token] for i, token in enumerate(answer))
+            )
         return score_answers(decoder, batch, 1, 2)[0], alone
 
     answers, alone = jax.device_get(jax.jit(both)(batch))

@@ -32,12 +32,16 @@ def state() -> TrainState:
     return init_state(CONFIG.update, abstract_state(CONFIG.update, make_mesh(CONFIG, ONE)))
 
 
-def open_checkpoints(folder: AnyPath, keeps_best: bool = True, keep: int = 2) -> closing[Checkpoints]:
+def open_checkpoints(
+    folder: AnyPath, keeps_best: bool = True, keep: int = 2
+) -> closing[Checkpoints]:
     identity = {"data": {}, "model": model_identity(CONFIG.update)}
     return closing(Checkpoints(folder, keep, identity, pytest.fail, keeps_best=keeps_best))
 
 
-def save(checkpoints: Checkpoints, state: TrainState, step: int, best: BestEval, is_extra: bool = False) -> None:
+def save(
+    checkpoints: Checkpoints, state: TrainState, step: int, best: BestEval, is_extra: bool = False
+) -> None:
     checkpoints.save(state, Position(step, 10 * step, best_eval=best), is_extra=is_extra)
 
 
@@ -56,7 +60,10 @@ def test_the_best_stays_beside_the_newest_and_an_extra_one_goes_when_another_is_
     assert committed_steps(tmp_path) == [16, 15, 10]
     with open_checkpoints(tmp_path) as checkpoints:
         save(checkpoints, state, 20, BestEval(1.0, 20))
-    assert committed_steps(tmp_path) == [20, 15] and find_best(tmp_path / "checkpoints" / BEST).name == "20"
+    assert (
+        committed_steps(tmp_path) == [20, 15]
+        and find_best(tmp_path / "checkpoints" / BEST).name == "20"
+    )
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_best_checkpoint_that_is_there(
@@ -72,23 +79,32 @@ def test_a_writer_killed_at_any_moment_leaves_a_best_checkpoint_that_is_there(
         write(path, content)
 
     monkeypatch.setattr(checkpoint_writing, "write_atomically", killed)
-    with pytest.raises(ConfigError, match="killed"), open_checkpoints(tmp_path, keep=1) as checkpoints:
+    with (
+        pytest.raises(ConfigError, match="killed"),
+        open_checkpoints(tmp_path, keep=1) as checkpoints,
+    ):
         save(checkpoints, state, 4, BestEval(2.0, 4), is_extra=True)
         checkpoints.close()
     monkeypatch.undo()
-    assert find_best(tmp_path / "checkpoints" / BEST).name == "2", "committed before the file names another"
+    assert find_best(tmp_path / "checkpoints" / BEST).name == "2", (
+        "committed before the file names another"
+    )
     with open_checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.newest()
     assert find_best(tmp_path / "checkpoints" / BEST).name == "4"
 
 
-def test_a_run_that_stops_keeping_the_best_leaves_no_name_that_may_be_wrong(state: TrainState, tmp_path: Path) -> None:
+def test_a_run_that_stops_keeping_the_best_leaves_no_name_that_may_be_wrong(
+    state: TrainState, tmp_path: Path
+) -> None:
     with open_checkpoints(tmp_path) as checkpoints:
         save(checkpoints, state, 2, BestEval(3.0, 2))
     with open_checkpoints(tmp_path, keeps_best=False) as checkpoints:
         save(checkpoints, state, 4, BestEval(2.0, 4))
     assert read_best(tmp_path / "checkpoints") is None
-    with pytest.raises(ConfigError, match=r"has no best checkpoint: .*keep_best_checkpoint=false; works: "):
+    with pytest.raises(
+        ConfigError, match=r"has no best checkpoint: .*keep_best_checkpoint=false; works: "
+    ):
         find_best(tmp_path / "checkpoints" / BEST)
 
 
@@ -100,8 +116,12 @@ def test_the_best_of_a_store_is_the_best_of_a_disk(state: TrainState, store: Sto
     store.forget()
     with open_checkpoints(run_dir, keep=1) as checkpoints:
         record = checkpoints.newest()
-        assert record is not None and record.position.step == 4, "the file is no unfinished checkpoint"
-    assert committed_steps(run_dir) == [4, 2] and find_best(run_dir / "checkpoints" / BEST).name == "2"
+        assert record is not None and record.position.step == 4, (
+            "the file is no unfinished checkpoint"
+        )
+    assert (
+        committed_steps(run_dir) == [4, 2] and find_best(run_dir / "checkpoints" / BEST).name == "2"
+    )
     embedding = maxbatch.load_parameters(f"{run_dir}/checkpoints/best")["embedding"]
     np.testing.assert_array_equal(embedding, np.asarray(state.params["embedding"].get_value()))
 
@@ -113,9 +133,19 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> maxbatch.Outcome:
 
 
 def train_early(run_dir: Path) -> maxbatch.Outcome:
-    keys = ("steps=40", "eval_interval=2", "early_stopping_patience=2", "checkpoint_period=50", "eval_fraction=0.02",
-            "max_num_checkpoints_to_keep=1", "learning_rate=0.5", "learning_rate_schedule=constant")  # fmt: skip
-    return maxbatch.train(one_layer_config(*keys, "vocab_size=260", f"run_dir={run_dir}"), devices=ONE)
+    keys = (
+        "steps=40",
+        "eval_interval=2",
+        "early_stopping_patience=2",
+        "checkpoint_period=50",
+        "eval_fraction=0.02",
+        "max_num_checkpoints_to_keep=1",
+        "learning_rate=0.5",
+        "learning_rate_schedule=constant",
+    )
+    return maxbatch.train(
+        one_layer_config(*keys, "vocab_size=260", f"run_dir={run_dir}"), devices=ONE
+    )
 
 
 def test_a_run_that_ended_early_says_where_its_best_checkpoint_is_when_it_is_started_again(
@@ -127,8 +157,14 @@ def test_a_run_that_ended_early_says_where_its_best_checkpoint_is_when_it_is_sta
     assert f"{early.run_dir} is complete: " in printed and lowest in printed
 
 
-def test_early_stopping_leaves_the_checkpoint_of_the_lowest_eval_loss(early: maxbatch.Outcome) -> None:
-    evals = {line["step"]: line["eval_loss"] for line in read_metrics(early.run_dir) if "eval_loss" in line}
+def test_early_stopping_leaves_the_checkpoint_of_the_lowest_eval_loss(
+    early: maxbatch.Outcome,
+) -> None:
+    evals = {
+        line["step"]: line["eval_loss"]
+        for line in read_metrics(early.run_dir)
+        if "eval_loss" in line
+    }
     lowest = min(evals, key=lambda step: evals[step])
     assert committed_steps(Path(early.run_dir)) == [early.position.step, lowest]
     best = json.loads((Path(early.run_dir) / "checkpoints" / BEST).read_text())
@@ -141,9 +177,16 @@ def test_commands_and_paths_take_the_best_checkpoint(
 ) -> None:
     best = find_best(Path(early.run_dir) / "checkpoints" / BEST)
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
-    for words in (["score", "a.jsonl", "--json"], ["generate", "--max-new-tokens", "3", "--temperature", "0"]):
+    for words in (
+        ["score", "a.jsonl", "--json"],
+        ["generate", "--max-new-tokens", "3", "--temperature", "0"],
+    ):
         printed = []
-        for place, flags in ((early.run_dir, ["--best"]), (f"{early.run_dir}/checkpoints/best", []), (str(best), [])):
+        for place, flags in (
+            (early.run_dir, ["--best"]),
+            (f"{early.run_dir}/checkpoints/best", []),
+            (str(best), []),
+        ):
             assert main([words[0], place, *words[1:], *flags]) == 0
             printed.append(capsys.readouterr().out)
         assert printed[0] == printed[1] == printed[2]
@@ -154,11 +197,22 @@ def test_commands_and_paths_take_the_best_checkpoint(
     assert "--best: out is no run folder" in capsys.readouterr().err
 
 
-def test_a_run_from_the_best_checkpoint_is_pinned_to_its_step(early: maxbatch.Outcome, tmp_path: Path) -> None:
+def test_a_run_from_the_best_checkpoint_is_pinned_to_its_step(
+    early: maxbatch.Outcome, tmp_path: Path
+) -> None:
     path = f"load_parameters_path={early.run_dir}/checkpoints/best"
     outcome = maxbatch.train(
-        one_layer_config("steps=1", "vocab_size=260", "warmup_steps_fraction=0", "learning_rate=0.001", path,
-                         f"run_dir={tmp_path}"), devices=ONE
-    )  # fmt: skip
-    origin = json.loads((tmp_path / "checkpoints" / "1" / "position" / "metadata").read_text())["origin"]
+        one_layer_config(
+            "steps=1",
+            "vocab_size=260",
+            "warmup_steps_fraction=0",
+            "learning_rate=0.001",
+            path,
+            f"run_dir={tmp_path}",
+        ),
+        devices=ONE,
+    )
+    origin = json.loads((tmp_path / "checkpoints" / "1" / "position" / "metadata").read_text())[
+        "origin"
+    ]
     assert origin["step"] == early.position.best_eval.step and outcome.position.step == 1

@@ -1,4 +1,6 @@
-"""A checkpoint commits whole or not at all, and one that cannot be trusted is passed over, never trained on."""
+"""A checkpoint commits whole or not at all, and one that cannot be trusted is passed over, never
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = tiny_config()
-        self.abstract = abstract_state(self.config.update, make_mesh(self.config, jax.devices()[:1]))
+        self.abstract = abstract_state(
+            self.config.update, make_mesh(self.config, jax.devices()[:1])
+        )
         self.state = init_state(self.config.update, self.abstract)
         self.warnings: list[str] = []
         with self.open() as checkpoints:
@@ -91,7 +95,9 @@ def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
         restored = checkpoints.restore(abstract)
     assert restored is not None and restored.position == Position(3, 30)
     assert_equal(restored.state, saved.state)
-    for leaf, planned in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True):
+    for leaf, planned in zip(
+        jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
 
 
@@ -119,9 +125,20 @@ def flip_the_samples(step: Path) -> None:
 
 def other_samples_than_the_metrics(step: Path) -> None:
     """As a version wrote it whose JSON had no checksum."""
-    change_the_position(step, lambda saved: (saved.pop("json_checksum"), saved["position"].update(samples_seen=50)))
-    line = {"step": 3, "samples_seen": 30, "tokens_seen": 960, "global_batch_size": 10, "stage": 0, "loss": 1.0}
-    (step.parent.parent / "metrics.jsonl").write_text(json.dumps(line | {"learning_rate": 0.1}) + "\n")
+    change_the_position(
+        step, lambda saved: (saved.pop("json_checksum"), saved["position"].update(samples_seen=50))
+    )
+    line = {
+        "step": 3,
+        "samples_seen": 30,
+        "tokens_seen": 960,
+        "global_batch_size": 10,
+        "stage": 0,
+        "loss": 1.0,
+    }
+    (step.parent.parent / "metrics.jsonl").write_text(
+        json.dumps(line | {"learning_rate": 0.1}) + "\n"
+    )
 
 
 def name_it_anew(step: Path) -> None:
@@ -155,14 +172,17 @@ def lose_everything(step: Path) -> None:
         lose_everything,
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved: Saved, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    saved: Saved, damage: Callable[[Path], None]
+) -> None:
     damage(saved.folder / "checkpoints" / "3")
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
         restored = checkpoints.restore(saved.abstract)
         assert restored is not None and restored.position == Position(2, 20)
         assert_equal(restored.state, saved.state)
-        checkpoints.save(restored.state, Position(3, 30))  # nothing blocks the same step's next save
+        # nothing blocks the same step's next save
+        checkpoints.save(restored.state, Position(3, 30))
     (warning,) = saved.warnings
     assert "checkpoint 3" in warning and "checkpoints-damaged" in warning
     assert (saved.folder / "checkpoints-damaged" / "3").is_dir(), "set aside, not deleted"
@@ -238,7 +258,10 @@ def test_a_damaged_checkpoint_on_another_disk_is_set_aside_on_that_disk(
         assert restored is not None and restored.position.step == 2
         checkpoints.save(restored.state, Position(3, 30))
     (warning,) = saved.warnings
-    assert f"moved to {saved.folder}/checkpoints/damaged-3" in warning and (elsewhere / "damaged-3").is_dir()
+    assert (
+        f"moved to {saved.folder}/checkpoints/damaged-3" in warning
+        and (elsewhere / "damaged-3").is_dir()
+    )
     assert committed_steps(saved.folder) == [3, 2, 1]
 
 
@@ -274,14 +297,20 @@ def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
     monkeypatch.setattr(shard_files, reads, refuse)
     with saved.open() as checkpoints, pytest.raises(ConfigError) as error:
         checkpoints.restore(saved.abstract)
-    assert str(error.value) == f"{saved.folder / 'checkpoints' / '3'}: cannot be read ({os.strerror(code)})"
+    assert (
+        str(error.value)
+        == f"{saved.folder / 'checkpoints' / '3'}: cannot be read ({os.strerror(code)})"
+    )
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
 
 
 def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Saved) -> None:
     other = tiny_config("opt_type=adafactor", "adam_b1=0")
     abstract = abstract_state(other.update, make_mesh(other, jax.devices()[:1]))
-    with saved.open() as checkpoints, pytest.raises(ConfigError, match="no checkpoint has the arrays of this"):
+    with (
+        saved.open() as checkpoints,
+        pytest.raises(ConfigError, match="no checkpoint has the arrays of this"),
+    ):
         checkpoints.restore(abstract)
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
 
@@ -291,7 +320,9 @@ def read_parameters(saved: Saved, shapes: nnx.State | None = None) -> nnx.State:
     return open_parameters(open_source(saved.folder), saved.config.model, shapes)(shapes)
 
 
-@pytest.mark.parametrize("name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"])
+@pytest.mark.parametrize(
+    "name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"]
+)
 def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, name: str) -> None:
     saved.folder = tmp_path / name / "run"
     saved.folder.mkdir(parents=True)
@@ -337,7 +368,9 @@ def test_a_disk_that_is_full_during_a_save_is_one_error(
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"2", "3", "4"}
 
 
-def test_a_full_disk_says_so_and_leaves_nothing(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_says_so_and_leaves_nothing(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -351,7 +384,9 @@ def test_a_full_disk_says_so_and_leaves_nothing(saved: Saved, monkeypatch: pytes
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"1", "2", "3"}
 
 
-def test_a_half_written_checkpoint_does_not_count_and_the_next_start_removes_it(saved: Saved) -> None:
+def test_a_half_written_checkpoint_does_not_count_and_the_next_start_removes_it(
+    saved: Saved,
+) -> None:
     for name in (".building-0a1b2c3d-4", "4.orbax-checkpoint-tmp"):
         (saved.folder / "checkpoints" / name / "params").mkdir(parents=True)
         (saved.folder / "checkpoints" / name / "params" / "part").write_text("half")
@@ -385,7 +420,11 @@ def test_a_save_waits_for_no_file(saved: Saved, monkeypatch: pytest.MonkeyPatch)
     ("data", "overrides", "names"),
     [
         ({**DATA, "data_shuffle_seed": 1}, (), ["data_shuffle_seed", "0", "1"]),
-        ({"dataset_type": "text", "content": "abc"}, (), ["dataset_type", "content", "data_shuffle_seed"]),
+        (
+            {"dataset_type": "text", "content": "abc"},
+            (),
+            ["dataset_type", "content", "data_shuffle_seed"],
+        ),
         (DATA, ("base_emb_dim=64", "vocab_size=300"), ["base_emb_dim", "32", "64", "vocab_size"]),
         (DATA, ("opt_type=lion",), ["opt_type", "adamw", "lion"]),
     ],
@@ -419,27 +458,37 @@ def test_parameters_alone_start_another_run(saved: Saved) -> None:
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
         open_source(saved.folder / "checkpoints")
-    wider = abstract_state(tiny_config("base_emb_dim=64").update, make_mesh(saved.config, jax.devices()[:1]))
+    wider = abstract_state(
+        tiny_config("base_emb_dim=64").update, make_mesh(saved.config, jax.devices()[:1])
+    )
     with pytest.raises(ConfigError, match="do not fit"):
         read_parameters(saved, wider.params)
 
 
-@pytest.mark.parametrize("place", ["run/checkpoints/4/items", "run/checkpoints/4", "run/checkpoints", "run"])
-def test_a_checkpoint_in_maxtexts_form_without_arrays_is_one_line(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["run/checkpoints/4/items", "run/checkpoints/4", "run/checkpoints", "run"]
+)
+def test_a_checkpoint_in_maxtexts_form_without_arrays_is_one_line(
+    tmp_path: Path, place: str
+) -> None:
     items = tmp_path / "run" / "checkpoints" / "4" / "items"
     items.mkdir(parents=True)
     (items / "_METADATA").write_text("{}")
-    with pytest.raises(ConfigError, match="items/_METADATA does not list the arrays of a checkpoint"):
+    with pytest.raises(
+        ConfigError, match="items/_METADATA does not list the arrays of a checkpoint"
+    ):
         open_source(tmp_path / place)
 
 
 def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:
-    """The archive was made at commit 629f1b4, the last one before the package was divided into rooms.
+    """The archive was made at commit 629f1b4, the last one before the package was divided into
+    rooms.
 
-    maxbatch train run_dir=old steps=8 checkpoint_period=4 enable_rampup_batch_size=true per_device_batch_size=4
-    per_device_batch_size_start=2 per_device_batch_size_increment=1 global_rampup_samples=12
-    gradient_accumulation_steps=2 and the smallest model (the rest is in its config.yml), on one CPU device.
-    `uninterrupted.jsonl` is its metrics.jsonl; `run` is its folder as if it was killed after update 6.
+    maxbatch train run_dir=old steps=8 checkpoint_period=4 enable_rampup_batch_size=true
+    per_device_batch_size=4 per_device_batch_size_start=2 per_device_batch_size_increment=1
+    global_rampup_samples=12 gradient_accumulation_steps=2 and the smallest model (the rest is in
+    its config.yml), on one CPU device. `uninterrupted.jsonl` is its metrics.jsonl; `run` is its
+    folder as if it was killed after update 6.
     """
     with tarfile.open(Path(__file__).parents[1] / "data" / "run_before_rooms.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -447,20 +496,34 @@ def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_pa
     outcome = train(config, jax.devices()[:1])
     assert outcome.position.step == 8 and not (tmp_path / "run" / "checkpoints-damaged").exists()
     ours = read_metrics(tmp_path / "run")
-    theirs = [json.loads(line) for line in (tmp_path / "uninterrupted.jsonl").read_text().splitlines()]
+    theirs = [
+        json.loads(line) for line in (tmp_path / "uninterrupted.jsonl").read_text().splitlines()
+    ]
     for mine, their in zip(ours, theirs, strict=True):
-        for key in ("step", "samples_seen", "tokens_seen", "global_batch_size", "stage", "data_fingerprint"):
+        for key in (
+            "step",
+            "samples_seen",
+            "tokens_seen",
+            "global_batch_size",
+            "stage",
+            "data_fingerprint",
+        ):
             assert mine[key] == their[key], (mine["step"], key)
         for key in ("loss", "learning_rate", "grad_norm"):
             assert mine[key] == pytest.approx(their[key], rel=1e-5), (mine["step"], key)
 
 
-def test_a_checkpoint_from_before_whole_stores_were_hashed_resumes_and_one_line_says_so(saved: Saved) -> None:
+def test_a_checkpoint_from_before_whole_stores_were_hashed_resumes_and_one_line_says_so(
+    saved: Saved,
+) -> None:
     hashed = {**DATA, "all tokens": "1", "source 1: all tokens": "2"}
     with saved.open(hashed) as checkpoints:
         assert newest_of(checkpoints)[0].step == 3
         checkpoints.save(saved.state, Position(4, 40))
-    assert len(saved.warnings) == 1 and "hashed a large store of Megatron's in part" in saved.warnings[0]
+    assert (
+        len(saved.warnings) == 1
+        and "hashed a large store of Megatron's in part" in saved.warnings[0]
+    )
     with (
         saved.open(hashed | {"all tokens": "3"}) as checkpoints,
         pytest.raises(ConfigError, match="all tokens: '1' there"),

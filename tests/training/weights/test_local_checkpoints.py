@@ -52,9 +52,14 @@ class EndsAt(Output):
 
 def config_of(folder: Path, *overrides: str) -> Any:
     return one_layer_config(
-        f"run_dir={folder / 'run'}", f"steps={STEPS}", "checkpoint_period=5", f"local_checkpoint_period={PERIOD}",
-        f"local_checkpoint_directory={folder / 'disk'}", "global_batch_size=8", *overrides,
-    )  # fmt: skip
+        f"run_dir={folder / 'run'}",
+        f"steps={STEPS}",
+        "checkpoint_period=5",
+        f"local_checkpoint_period={PERIOD}",
+        f"local_checkpoint_directory={folder / 'disk'}",
+        "global_batch_size=8",
+        *overrides,
+    )
 
 
 def lose(folder: Path, at: int, *overrides: str) -> None:
@@ -64,7 +69,9 @@ def lose(folder: Path, at: int, *overrides: str) -> None:
 
 @pytest.fixture(scope="module")
 def lost_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was lost after update 8, the last local checkpoint after update 6, the last in its folder after 5."""
+    """A run that was lost after update 8, the last local checkpoint after update 6, the last in its
+    folder after 5.
+    """
     folder = tmp_path_factory.mktemp("lost")
     lose(folder, LOST_AT)
     return folder
@@ -84,7 +91,9 @@ def lost(lost_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "lost"
 
 
-def restart(folder: Path, devices: list[jax.Device] = ONE, *overrides: str) -> tuple[int, TrainState | None]:
+def restart(
+    folder: Path, devices: list[jax.Device] = ONE, *overrides: str
+) -> tuple[int, TrainState | None]:
     """Returns the step that a restart continues from, and its state."""
     with ExitStack() as stack:
         context = RunContext(config_of(folder, *overrides), devices, stack)
@@ -99,24 +108,42 @@ def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
     assert local_states(lost) == ["6"], "the one before goes once the next one is whole"
     train(config_of(lost), ONE)
     said = capsys.readouterr()
-    assert "resumed at step 6, after 48 samples, from local checkpoints" in said.out and not said.err
-    train(one_layer_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"), ONE)
+    assert (
+        "resumed at step 6, after 48 samples, from local checkpoints" in said.out and not said.err
+    )
+    train(
+        one_layer_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"),
+        ONE,
+    )
     assert_same_run(read_metrics(lost / "run"), read_metrics(tmp_path / "whole"))
     assert len({line["compiles"] for line in read_metrics(lost / "run")[LOST_AT:]}) == 1
     assert not local_states(lost), "a run that is complete has its last checkpoint in run_dir"
 
 
 @pytest.mark.processes  # it compiles as much as those
-def test_the_average_and_the_bias_and_counts_of_experts_come_back_from_a_local_checkpoint(tmp_path: Path) -> None:
+def test_the_average_and_the_bias_and_counts_of_experts_come_back_from_a_local_checkpoint(
+    tmp_path: Path,
+) -> None:
     keys = (
-        "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=48",
-        "routed_bias=true", "routed_bias_update_rate=0.01", "load_balance_loss_weight=0.1", "load_balance_scope=global",
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "base_moe_mlp_dim=48",
+        "routed_bias=true",
+        "routed_bias_update_rate=0.01",
+        "load_balance_loss_weight=0.1",
+        "load_balance_scope=global",
         "parameter_average_half_life=500t",
-    )  # fmt: skip
+    )
     lose(tmp_path, 3, *keys)
     step, state = restart(tmp_path, ONE, *keys)
     assert step == 2 and state is not None and isinstance(state.opt_state, BalancedState)
-    (bias,) = (x for path, x in jax.tree.leaves_with_path(state.params) if "bias" in jax.tree_util.keystr(path))
+    (bias,) = (
+        x
+        for path, x in jax.tree.leaves_with_path(state.params)
+        if "bias" in jax.tree_util.keystr(path)
+    )
     assert np.abs(bias).max() == np.float32(0.02), "two steps of one expert the same way"
     assert np.sum(state.opt_state.last_counts_NxE) > 0
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(state.average), strict=True)
@@ -125,12 +152,16 @@ def test_the_average_and_the_bias_and_counts_of_experts_come_back_from_a_local_c
 
 def test_a_local_checkpoint_is_resharded_onto_another_mesh(lost: Path) -> None:
     step, one = restart(lost)
-    other_step, four = restart(lost, jax.devices()[:4], "per_device_batch_size=1", "ici_tensor_parallelism=2")
+    other_step, four = restart(
+        lost, jax.devices()[:4], "per_device_batch_size=1", "ici_tensor_parallelism=2"
+    )
     assert (step, other_step) == (6, 6)
     assert one is not None and four is not None
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert any(len(x.sharding.device_set) == 4 and not x.is_fully_replicated for x in jax.tree.leaves(four))
+    assert any(
+        len(x.sharding.device_set) == 4 and not x.is_fully_replicated for x in jax.tree.leaves(four)
+    )
 
 
 def flip_a_bit(state: Path) -> None:
@@ -174,9 +205,15 @@ def lose_the_line_of_metrics(state: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        flip_a_bit, tear, lose_the_blocks, tear_the_json, change_the_json, swap_blocks, lose_the_line_of_metrics,
+        flip_a_bit,
+        tear,
+        lose_the_blocks,
+        tear_the_json,
+        change_the_json,
+        swap_blocks,
+        lose_the_line_of_metrics,
     ],
-)  # fmt: skip
+)
 def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     lost: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +221,9 @@ def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     damage(state)
     assert restart(lost)[0] == 5
     said = capsys.readouterr().err.splitlines()
-    assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training continues from step 5")
+    assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith(
+        "training continues from step 5"
+    )
     assert not local_states(lost), "update 6 is made again: no later start may take the old one"
 
 
@@ -199,10 +238,18 @@ def test_a_start_whose_only_local_state_is_damaged_does_not_begin_anew(
     (lost / "run" / "checkpoints").rename(lost / "elsewhere")
     (session,) = map(json.loads, (lost / "run" / "sessions.jsonl").read_text().splitlines())
     if not has_saved:
-        (lost / "run" / "sessions.jsonl").write_text(json.dumps(session | {"saved_step": None}) + "\n")
+        (lost / "run" / "sessions.jsonl").write_text(
+            json.dumps(session | {"saved_step": None}) + "\n"
+        )
     before = (lost / "run" / "metrics.jsonl").read_bytes()
-    named = "sessions.jsonl states a checkpoint of step 5" if has_saved else "the local checkpoint of step 6, cannot be"
-    with pytest.raises(ConfigError, match=rf"run_dir=.*{named}.* works: run_dir=.*-2, or overwrite_run=true$"):
+    named = (
+        "sessions.jsonl states a checkpoint of step 5"
+        if has_saved
+        else "the local checkpoint of step 6, cannot be"
+    )
+    with pytest.raises(
+        ConfigError, match=rf"run_dir=.*{named}.* works: run_dir=.*-2, or overwrite_run=true$"
+    ):
         restart(lost)
     assert (lost / "run" / "metrics.jsonl").read_bytes() == before and local_states(lost) == ["6"]
     if has_saved:
@@ -228,7 +275,9 @@ def test_a_local_checkpoint_of_an_earlier_version_is_taken(lost: Path) -> None:
 def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> None:
     assert saved_here(str(lost / "disk"), lost / "run") == 6
     shutil.copytree(*(next(lost.glob("disk/run-*/host-0")) / step for step in ("6", "8")))
-    assert saved_here(str(lost / "disk"), lost / "run") == 6, "another host may not have written the newer one"
+    assert saved_here(str(lost / "disk"), lost / "run") == 6, (
+        "another host may not have written the newer one"
+    )
     (note,) = lost.glob("disk/run-*/host-0/newest-whole")
     note.rename(lost / "note")
     assert saved_here(str(lost / "disk"), lost / "run") is None, "not even the first"
@@ -246,7 +295,8 @@ def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> Non
 
 
 def test_a_damaged_checkpoint_in_run_dir_gives_way_to_an_older_local_one(lost: Path) -> None:
-    shutil.copytree(lost / "run" / "checkpoints" / "5", lost / "run" / "checkpoints" / "7")  # it states step 5
+    # it states step 5
+    shutil.copytree(lost / "run" / "checkpoints" / "5", lost / "run" / "checkpoints" / "7")
     assert restart(lost)[0] == 6
 
 
@@ -276,7 +326,10 @@ def test_a_state_whose_updates_were_trained_again_elsewhere_is_not_taken(
     assert local_states(lost) == ["6"] and len(read_metrics(lost / "run")) == LOST_AT
     capsys.readouterr()
     assert restart(lost, ONE, "learning_rate=1e-3")[0] == 5
-    assert "local checkpoint 6 cannot be used (its updates were trained again" in capsys.readouterr().err
+    assert (
+        "local checkpoint 6 cannot be used (its updates were trained again"
+        in capsys.readouterr().err
+    )
     assert not local_states(lost)
 
 
@@ -300,7 +353,9 @@ def a_note_of_bytes(host: Path) -> None:
 
 
 @pytest.mark.parametrize("leave", [dangling, a_file, marks_that_are_folders, a_note_of_bytes])
-def test_remains_of_a_host_that_is_gone_do_not_hide_the_whole_state(lost: Path, leave: Callable[[Path], None]) -> None:
+def test_remains_of_a_host_that_is_gone_do_not_hide_the_whole_state(
+    lost: Path, leave: Callable[[Path], None]
+) -> None:
     (run,) = lost.glob("disk/run-*")
     leave(run / "host-1")
     assert saved_here(str(lost / "disk"), lost / "run") == 6
@@ -312,7 +367,13 @@ def test_a_state_of_another_run_that_had_the_same_run_dir_is_not_adopted(
 ) -> None:
     """Its step and position are those of a line of the new run, which kept no local checkpoints."""
     shutil.rmtree(lost / "run")
-    lose(lost, LOST_AT, "learning_rate=1e-3", "local_checkpoint_directory=", "local_checkpoint_period=0")
+    lose(
+        lost,
+        LOST_AT,
+        "learning_rate=1e-3",
+        "local_checkpoint_directory=",
+        "local_checkpoint_period=0",
+    )
     capsys.readouterr()
     assert restart(lost, ONE, "learning_rate=1e-3")[0] == 5
     assert capsys.readouterr().err.count("of another run that had this run_dir (step 6)") == 1
@@ -335,19 +396,27 @@ def test_a_full_disk_costs_one_warning_and_the_state_before_stays(
     lose(tmp_path, LOST_AT)
     said = capsys.readouterr().err
     assert len(calls) == 3 and said.count("warning") == 1
-    assert "the local checkpoint of step 4 is not kept" in said and "No space left on device" in said
+    assert (
+        "the local checkpoint of step 4 is not kept" in said and "No space left on device" in said
+    )
     assert local_states(tmp_path) == ["2"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert restart(tmp_path)[0] == 2
 
 
-def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(local_checkpoints, "_host", lambda device: device.id // 2)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    split, replicated = (NamedSharding(mesh, spec) for spec in (P("fsdp", "tensor"), P(None, "tensor")))
+    split, replicated = (
+        NamedSharding(mesh, spec) for spec in (P("fsdp", "tensor"), P(None, "tensor"))
+    )
     x = jax.device_put(np.arange(64, dtype=np.int32).reshape(8, 8), split)
     assert local_checkpoints._needs_a_copy(x)
-    assert not local_checkpoints._needs_a_copy(jax.device_put(x, replicated)), "every host holds all of it"
+    assert not local_checkpoints._needs_a_copy(jax.device_put(x, replicated)), (
+        "every host holds all of it"
+    )
     sent = local_checkpoints._passed_on(split)(x)
     by_device = {shard.device.id: np.array(shard.data)[0] for shard in sent.addressable_shards}
     for shard in x.addressable_shards:
@@ -357,7 +426,9 @@ def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkey
     }
 
 
-def test_blocks_of_any_type_reach_other_hosts_bit_by_bit_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_any_type_reach_other_hosts_bit_by_bit_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(local_checkpoints, "_MOST_SENT", 16)
     blocks = {
         "0:2-4,0-3": np.array([[1.5, -0.0, np.nan], [2, 3, 4]], jax.numpy.bfloat16),
@@ -382,22 +453,50 @@ def test_a_block_is_sent_by_one_host_that_has_it_to_those_that_need_and_lack_it(
 
 
 def test_with_several_slices_the_second_copy_is_in_another_one() -> None:
-    devices = [SimpleNamespace(process_index=host, slice_index=host // 2) for host in range(4) for _ in range(2)]
-    places = local_checkpoints._next_places(SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices))))
+    devices = [
+        SimpleNamespace(process_index=host, slice_index=host // 2)
+        for host in range(4)
+        for _ in range(2)
+    ]
+    places = local_checkpoints._next_places(
+        SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices)))
+    )
     assert places == [4, 5, 6, 7, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        (["local_checkpoint_directory=/ram"], r"local_checkpoint_period=0: must be at least 1 .* works: .*=10"),
-        (["local_checkpoint_period=5"], "local_checkpoint_period=5: must be 0 without local_checkpoint_directory"),
-        (["enable_checkpointing=false"], "enable_checkpointing=false: must be true beside local_checkpoint_directory"),
-        (["batch_size=4"], "local_checkpoint_directory=.*: must be empty beside batch_size: maxbatch rl keeps none"),
-        (["local_checkpoint_directory=gs://a/b"], "local_checkpoint_directory=gs://a/b: must be a local path"),
+        (
+            ["local_checkpoint_directory=/ram"],
+            r"local_checkpoint_period=0: must be at least 1 .* works: .*=10",
+        ),
+        (
+            ["local_checkpoint_period=5"],
+            "local_checkpoint_period=5: must be 0 without local_checkpoint_directory",
+        ),
+        (
+            ["enable_checkpointing=false"],
+            "enable_checkpointing=false: must be true beside local_checkpoint_directory",
+        ),
+        (
+            ["batch_size=4"],
+            "local_checkpoint_directory=.*: must be empty beside batch_size: maxbatch rl keeps "
+            "none",
+        ),
+        (
+            ["local_checkpoint_directory=gs://a/b"],
+            "local_checkpoint_directory=gs://a/b: must be a local path",
+        ),
     ],
 )
-def test_local_checkpoints_that_a_run_cannot_have_are_refused_by_their_key(keys: list[str], line: str) -> None:
-    both = ["local_checkpoint_directory=/ram", "local_checkpoint_period=5"] if "local" not in keys[0] else []
+def test_local_checkpoints_that_a_run_cannot_have_are_refused_by_their_key(
+    keys: list[str], line: str
+) -> None:
+    both = (
+        ["local_checkpoint_directory=/ram", "local_checkpoint_period=5"]
+        if "local" not in keys[0]
+        else []
+    )
     with pytest.raises(ConfigError, match=line):
         one_layer_config(*both, *keys)

@@ -28,7 +28,12 @@ from tests.helpers.parameters import load_parameters
 from tests.helpers.policies import train as train_policy
 from tests.helpers.tiny import one_layer_config
 
-RUN = ("global_batch_size=2", "checkpoint_period=1", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
+RUN = (
+    "global_batch_size=2",
+    "checkpoint_period=1",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+)
 ONE = jax.devices()[:1]
 
 
@@ -98,7 +103,9 @@ def test_a_base_that_is_not_what_it_was_is_named_before_anything_is_written(
     else:
         shutil.rmtree(own / "checkpoints" / "1")
     if fault == "overwritten":  # by a run of another seed
-        again = one_layer_config(*RUN, f"run_dir={tmp_path / 'other'}", "steps=1", "init_weights_seed=7")
+        again = one_layer_config(
+            *RUN, f"run_dir={tmp_path / 'other'}", "steps=1", "init_weights_seed=7"
+        )
         train(again, ONE)
         shutil.copytree(tmp_path / "other" / "checkpoints" / "1", own / "checkpoints" / "1")
     before = (run_dir / "config.yml").read_text()
@@ -110,13 +117,20 @@ def test_a_base_that_is_not_what_it_was_is_named_before_anything_is_written(
 
 @pytest.mark.runs
 def test_a_start_whose_source_trains_on_takes_the_newest_checkpoint_until_it_has_read_one(
-    base: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    adapted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (own,) = copies(tmp_path, base)
     there, away = own / "checkpoints", tmp_path / "away"
     config = one_layer_config(*RUN)
     abstract = placed(abstract_model(config.decoder)[1], ONE[0])
-    expected = {step: leaves(open_source(there / str(step)).open(config.model, abstract)(abstract)) for step in (2, 3)}
+    expected = {
+        step: leaves(open_source(there / str(step)).open(config.model, abstract)(abstract))
+        for step in (2, 3)
+    }
     away.mkdir()
     for step in ("1", "2", "3"):
         (there / step).rename(away / step)
@@ -136,13 +150,18 @@ def test_a_start_whose_source_trains_on_takes_the_newest_checkpoint_until_it_has
     assert first.pin.step == 2
     assert "/checkpoints/1: its run removed it while it was read; " in capsys.readouterr().err
     train_on(3)
-    with pytest.raises(ConfigError, match=r"removed the checkpoint of step 2 while it was read, and the run in run_di"):
+    with pytest.raises(
+        ConfigError,
+        match=r"removed the checkpoint of step 2 while it was read, and the run in run_di",
+    ):
         read(abstract)
     steps = iter([2, 3, None, None])
     monkeypatch.setattr(origin, "_named_step", lambda _: next(steps))
     late = origin.RunOrigin(open_source, "load_parameters_path", str(own), tmp_path / "run", None)
     assert late.source() is not None and late.pin is not None and late.pin.step == 3
-    named = origin.RunOrigin(open_source, "load_parameters_path", str(there / "3"), tmp_path / "run", None)
+    named = origin.RunOrigin(
+        open_source, "load_parameters_path", str(there / "3"), tmp_path / "run", None
+    )
     read = FirstParameters(named, config.model).open(abstract)
     shutil.rmtree(there / "3")
     with pytest.raises(ConfigError, match="checkpoints/3: its run removed it while it was read"):
@@ -165,7 +184,9 @@ def test_a_resume_of_grpo_measures_from_the_checkpoint_that_it_started_from(
 ) -> None:
     found: list[list[np.ndarray]] = []
     refer = Learner.referring_to
-    monkeypatch.setattr(Learner, "referring_to", lambda _, params: found.append(leaves(params)) or refer(_, params))
+    monkeypatch.setattr(
+        Learner, "referring_to", lambda _, params: found.append(leaves(params)) or refer(_, params)
+    )
     base, run_dir = tmp_path / "base", tmp_path / "run"
     model = ("base_num_decoder_layers=1", "max_target_length=24")
     train(one_layer_config(*RUN, *model, f"run_dir={base}", "steps=1"), ONE)
@@ -177,13 +198,18 @@ def test_a_resume_of_grpo_measures_from_the_checkpoint_that_it_started_from(
     for ours, theirs in zip(first, again, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     with pytest.raises(
-        ConfigError, match=r"started from load_parameters_path=.*step 1 and reads it again.*works: load"
+        ConfigError,
+        match=r"started from load_parameters_path=.*step 1 and reads it again.*works: load",
     ):
         train_policy(run_dir, *keys, "steps=3", "load_parameters_path=")
     _forget_origins(run_dir)
     capfd.readouterr()
     train_policy(run_dir, *keys, "steps=3")
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "made before checkpoints stated" in line]
+    warnings = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "made before checkpoints stated" in line
+    ]
     assert len(warnings) == 1 and newest(run_dir).origin.step == 3, "pinned from here on"
 
 
@@ -235,7 +261,14 @@ def test_every_byte_of_a_folder_is_in_its_identity(tmp_path: Path) -> None:
 def test_adapters_of_before_are_compared_the_old_way_and_pinned_in_the_new(tmp_path: Path) -> None:
     folder, run_dir = big_folder(tmp_path / "model"), tmp_path / "run"
     data = ("dataset_type=synthetic", "generate_prompt=", "eval_interval=-1", "tokenizer_type=byte")
-    keys = (*RUN, *data, "model_name=auto", *lora(folder), f"run_dir={run_dir}", "max_target_length=32")
+    keys = (
+        *RUN,
+        *data,
+        "model_name=auto",
+        *lora(folder),
+        f"run_dir={run_dir}",
+        "max_target_length=32",
+    )
 
     def go(steps: int) -> None:
         train(load_config(overrides=[*keys, f"steps={steps}"]), ONE)
@@ -268,11 +301,17 @@ def test_hosts_with_different_models_are_refused_by_key(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_folder(tmp_path / "model")
-    for path, kind in ((folder, ["HuggingFaceFolder", None]), (base, ["StoredCheckpoint", committed_steps(base)[0]])):
+    for path, kind in (
+        (folder, ["HuggingFaceFolder", None]),
+        (base, ["StoredCheckpoint", committed_steps(base)[0]]),
+    ):
         opened = [[True]] if path is base else []
         for answers in ([*opened, [kind], ["another"]], [*opened, [["StoredCheckpoint", 77]]]):
             Pod(monkeypatch, answers)
-            with pytest.raises(ConfigError, match=r"load_parameters_path='.*hosts have different models .*host 1 dif"):
+            with pytest.raises(
+                ConfigError,
+                match=r"load_parameters_path='.*hosts have different models .*host 1 dif",
+            ):
                 open_origin(open_source, "load_parameters_path", str(path), None, None, "the run")
 
 
@@ -297,11 +336,17 @@ def test_hosts_that_see_the_same_files_hash_them_once_between_them(
             said = iter(gathered.get(1 - host, []) if turn else [None, None, "0"])
             mine = gathered[host] if turn else gathered.setdefault(host, [])
 
-            def gather(value: Any, said: Any = said, mine: Any = mine, turn: int = turn) -> list[Any]:
+            def gather(
+                value: Any, said: Any = said, mine: Any = mine, turn: int = turn
+            ) -> list[Any]:
                 theirs = next(said)
                 if not turn:
                     mine.append(value)
-                return [value, value if theirs is None else theirs] if is_shared else [value, "files of its own"]
+                return (
+                    [value, value if theirs is None else theirs]
+                    if is_shared
+                    else [value, "files of its own"]
+                )
 
             monkeypatch.setattr(reading, "gather", gather)
             monkeypatch.setattr(jax, "process_index", lambda host=host: host)

@@ -20,13 +20,18 @@ from maxbatch.training.weights.checkpoint_writing import Save
 from maxbatch.training.weights.shards import read_item
 
 pytestmark = [pytest.mark.processes, pytest.mark.pod(devices=4, hosts=2)]
-VALUES = {"split": np.arange(64, dtype=np.float32).reshape(8, 8), "copied": np.arange(5, dtype=np.int32)}
+VALUES = {
+    "split": np.arange(64, dtype=np.float32).reshape(8, 8),
+    "copied": np.arange(5, dtype=np.int32),
+}
 
 
 def placed(pod: Any, *cuts: str | None) -> dict[str, jax.Array]:
     places = shapes(pod, *cuts)
     return {
-        name: jax.make_array_from_callback(x.shape, places[name].sharding, lambda index, x=x: x[index])
+        name: jax.make_array_from_callback(
+            x.shape, places[name].sharding, lambda index, x=x: x[index]
+        )
         for name, x in VALUES.items()
     }
 
@@ -50,9 +55,13 @@ def test_each_host_writes_its_shards_and_reads_what_its_devices_need(pod: Any) -
     saved.run()
     assert [path.name for path in folder.iterdir()] == ["3"]
     sizes = {file.name: file.stat().st_size for file in (folder / "3" / "params").glob("*.bin")}
-    assert sizes == {"token-0-0.bin": 128 + 20, "token-1-0.bin": 128}, "of copies the first one alone"
+    assert sizes == {"token-0-0.bin": 128 + 20, "token-1-0.bin": 128}, (
+        "of copies the first one alone"
+    )
     read, read_range = list[int](), shard_files.read_range
-    shard_files.read_range = lambda path, begin, end: read.append(end - begin) or read_range(path, begin, end)
+    shard_files.read_range = lambda path, begin, end: (
+        read.append(end - begin) or read_range(path, begin, end)
+    )
     try:
         found = read_item(folder / "3" / "params", shapes(pod, "fsdp", "tensor"))
     finally:
@@ -73,7 +82,10 @@ def test_a_host_that_cannot_write_is_named_by_the_others_and_nothing_is_left(pod
 
     shard_files.write_parts = refuse if pod.host == 1 else write
     try:
-        with pytest.raises(TrainingError, match="^host 1: .*no space left" if pod.host == 0 else "^/.*no space left"):
+        with pytest.raises(
+            TrainingError,
+            match="^host 1: .*no space left" if pod.host == 0 else "^/.*no space left",
+        ):
             save(folder, placed(pod, "fsdp", "tensor")).run()
     finally:
         shard_files.write_parts = write

@@ -1,4 +1,6 @@
-"""A state is saved by the owners of its shards, and read by whoever needs them: no byte twice, none in vain."""
+"""A state is saved by the owners of its shards, and read by whoever needs them: no byte twice, none
+in vain.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,38 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.weights import shard_files, shards
 from maxbatch.training.weights.checkpoint_writing import Save, remove_unfinished
-from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, ArrayForm, cut, index_of, read_index
+from maxbatch.training.weights.shard_files import (
+    INDEX,
+    OTHER_ARRAYS,
+    ArrayForm,
+    cut,
+    index_of,
+    read_index,
+)
 from maxbatch.training.weights.shards import read_item
 from tests.helpers.stores import Store
 
 STEP = 3
-TYPES = ("bfloat16", "float32", "float16", "int8", "uint32", "int32", "bool", "float8_e4m3fn", "float8_e5m2")
+TYPES = (
+    "bfloat16",
+    "float32",
+    "float16",
+    "int8",
+    "uint32",
+    "int32",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
 
 
 def mesh(fsdp: int, tensor: int) -> jax.sharding.Mesh:
     devices = jax.devices()[: fsdp * tensor]
     return jax.make_mesh(
-        (fsdp, tensor), ("fsdp", "tensor"), devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * 2
+        (fsdp, tensor),
+        ("fsdp", "tensor"),
+        devices=devices,
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
     )
 
 
@@ -44,11 +66,21 @@ def values() -> dict[str, np.ndarray]:
     """Arrays of every type and rank, the empty one and a number included."""
     rng = np.random.default_rng(0)
     found = {name: rng.integers(0, 2, (8, 4, 6)).astype(jnp.dtype(name)) for name in TYPES}
-    return found | {"number": np.array(7, np.int32), "empty": np.zeros((0, 4), np.float32), "one": np.ones(1, np.uint8)}
+    return found | {
+        "number": np.array(7, np.int32),
+        "empty": np.zeros((0, 4), np.float32),
+        "one": np.ones(1, np.uint8),
+    }
 
 
 def sharding_of(name: str, x: np.ndarray, on: jax.sharding.Mesh) -> NamedSharding:
-    cuts = P() if x.ndim < 2 or not x.size else P("fsdp", "tensor") if name != "float16" else P(None, "tensor")
+    cuts = (
+        P()
+        if x.ndim < 2 or not x.size
+        else P("fsdp", "tensor")
+        if name != "float16"
+        else P(None, "tensor")
+    )
     return NamedSharding(on, cuts)
 
 
@@ -58,11 +90,14 @@ def placed(arrays: dict[str, np.ndarray], on: jax.sharding.Mesh) -> dict[str, ja
 
 def shapes(arrays: dict[str, np.ndarray], on: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(name, x, on)) for name, x in arrays.items()
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(name, x, on))
+        for name, x in arrays.items()
     }
 
 
-def save(folder: AnyPath, state: Any, step: int = STEP, token: str = "token", old: tuple[int, ...] = ()) -> Save:
+def save(
+    folder: AnyPath, state: Any, step: int = STEP, token: str = "token", old: tuple[int, ...] = ()
+) -> Save:
     """Returns a save that has copied its blocks and written nothing."""
     return Save(folder, token, step, {"params": state}, {"position": "{}"}, list(old))
 
@@ -86,12 +121,18 @@ def assert_holds(item: AnyPath, on: jax.sharding.Mesh) -> None:
     wanted = shapes(values(), on)
     for name, x in read_item(item, wanted).items():
         expected = values()[name]
-        assert (x.dtype, x.shape, x.sharding) == (expected.dtype, expected.shape, wanted[name].sharding)
+        assert (x.dtype, x.shape, x.sharding) == (
+            expected.dtype,
+            expected.shape,
+            wanted[name].sharding,
+        )
         assert np.asarray(x).tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(4, 2), (1, 1), (2, 2), (8, 1), (2, 1)])
-def test_arrays_of_every_type_come_back_bit_by_bit_on_any_mesh(saved_once: Path, fsdp: int, tensor: int) -> None:
+def test_arrays_of_every_type_come_back_bit_by_bit_on_any_mesh(
+    saved_once: Path, fsdp: int, tensor: int
+) -> None:
     assert_holds(saved_once, mesh(fsdp, tensor))
 
 
@@ -130,9 +171,12 @@ def test_large_shards_are_cut_into_blocks_that_are_views(monkeypatch: pytest.Mon
     x = np.arange(5 * 3 * 7, dtype=np.float32).reshape(5, 3, 7)
     blocks = dict(cut(2, ((10, 15), (0, 3), (7, 14)), x))
     assert all(
-        block.nbytes <= 64 and block.flags.c_contiguous and np.shares_memory(block, x) for block in blocks.values()
+        block.nbytes <= 64 and block.flags.c_contiguous and np.shares_memory(block, x)
+        for block in blocks.values()
     )
-    assert np.concatenate([block.ravel() for block in blocks.values()]).tolist() == x.ravel().tolist()
+    assert (
+        np.concatenate([block.ravel() for block in blocks.values()]).tolist() == x.ravel().tolist()
+    )
     assert list(blocks)[:2] == ["2:10-11,0-2,7-14", "2:10-11,2-3,7-14"]
 
 
@@ -147,7 +191,9 @@ def test_neighbouring_blocks_are_read_by_one_request_up_to_a_bound(
     assert max(read[1:]) <= 200 and sum(read[1:]) == read[0]
 
 
-def test_the_data_of_a_host_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_of_a_host_are_files_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shard_files, "_MOST_FILE", 300)
     save(tmp_path, placed(values(), mesh(4, 2))).run()
     files = list((tmp_path / str(STEP) / "params").glob("*.bin"))
@@ -198,12 +244,15 @@ def leave_a_block_out(item: Path) -> None:
 @pytest.mark.runs
 @pytest.mark.slow
 def test_the_index_of_an_unrolled_model_on_a_thousand_devices_can_be_read(tmp_path: Path) -> None:
-    """126 layers of 9 matrices, as llama3-405b has; its file is larger than one host's part of a state ever is."""
+    """126 layers of 9 matrices, as llama3-405b has; its file is larger than one host's part of a
+    state ever is.
+    """
     num_arrays, num_devices = 126 * 9, 1024
     forms = [ArrayForm(f"[{number}]", (num_devices, 64), "float32") for number in range(num_arrays)]
     files = {
         f"0a1b2c3d-{device}-0.bin": [
-            (f"{number}:{device}-{device + 1},0-64", 256 * number, 1 << 31) for number in range(num_arrays)
+            (f"{number}:{device}-{device + 1},0-64", 256 * number, 1 << 31)
+            for number in range(num_arrays)
         ]
         for device in range(num_devices)
     }
@@ -213,7 +262,8 @@ def test_the_index_of_an_unrolled_model_on_a_thousand_devices_can_be_read(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, tear, lose, turn_into_a_folder, lose_the_index, change_the_index, leave_a_block_out]
+    "damage",
+    [flip, tear, lose, turn_into_a_folder, lose_the_index, change_the_index, leave_a_block_out],
 )
 def test_damage_is_found_and_named(saved: Path, damage: Callable[[Path], None]) -> None:
     damage(saved)
@@ -230,7 +280,9 @@ def test_other_arrays_are_told_from_damage(saved_once: Path) -> None:
     assert read_item(saved_once, {"int8": wanted["int8"]}, partial=True).keys() == {"int8"}
 
 
-def test_old_checkpoints_go_once_the_new_one_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_go_once_the_new_one_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = placed(values(), mesh(1, 1))
     for step in (1, 2):
         save(tmp_path, state, step).run()
@@ -279,12 +331,17 @@ def test_a_checkpoint_in_a_store_is_whole_once_its_mark_is_there(store: Store) -
 
 
 def is_stopped_at(moment: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Saves, and stops the writer after so many questions for its lease; returns whether there were as many.
+    """Saves, and stops the writer after so many questions for its lease; returns whether there were
+    as many.
 
-    While it is stopped, another process takes the lease, removes what is there, and begins to write the same step.
+    While it is stopped, another process takes the lease, removes what is there, and begins to write
+    the same step.
     """
     folder, lease = leased(store, f"run-{moment}")
-    late, clocks = save(folder, placed({"x": np.ones(8, np.float32)}, mesh(1, 1)), token="late"), leases._clocks
+    late, clocks = (
+        save(folder, placed({"x": np.ones(8, np.float32)}, mesh(1, 1)), token="late"),
+        leases._clocks,
+    )
     mark, index = folder / str(STEP) / COMMITTED_FILE, folder / str(STEP) / "params" / INDEX
     fence, left, was_whole = fences.fence_of(mark.url), moment, False
     assert fence is not None

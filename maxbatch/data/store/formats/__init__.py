@@ -1,8 +1,9 @@
 """The file formats of datasets, and how their documents are read piece by piece.
 
-A piece is a part of a file that can be read by itself, so that several processes can share the work; the documents of
-a file are those of its pieces, in order. A document is UTF-8 text or token ids, held as bytes; a bad record is yielded
-with its problem, and its number in the piece, so that the reader can name, count or refuse it.
+A piece is a part of a file that can be read by itself, so that several processes can share the
+work; the documents of a file are those of its pieces, in order. A document is UTF-8 text or token
+ids, held as bytes; a bad record is yielded with its problem, and its number in the piece, so that
+the reader can name, count or refuse it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats.gzip_cuts import Cut
 from maxbatch.system.source_files import SourceFile
 
-# The size of a piece, about: large enough to be worth a request to a worker, small enough to share evenly.
+# The size of a piece, about: large enough to be worth a request to a worker, small enough to share
+# evenly.
 PIECE_BYTES = 4 << 20
-# The version of the rules by which files are cut: a build that was killed continues behind a number of pieces.
+# The version of the rules by which files are cut: a build that was killed continues behind a number
+# of pieces.
 CUTTING = 2
 
 LONGEST_RECORD = 128 << 20  # bytes of a text; reading a record takes several times as much memory
@@ -35,10 +38,12 @@ class Piece(NamedTuple):
     """A part of a file."""
 
     file: SourceFile
-    begin: int  # in the unit of the format: bytes, of the content if it is packed, row groups or records
+    # in the unit of the format: bytes, of the content if it is packed, row groups or records
+    begin: int
     end: int
     size: int  # about how many bytes of the file it is
-    cut: Cut | None = None  # of a gzip file: the member that decompressing begins at; None: the first
+    # of a gzip file: the member that decompressing begins at; None: the first
+    cut: Cut | None = None
 
 
 class Record(NamedTuple):
@@ -52,7 +57,8 @@ class Record(NamedTuple):
 class Format(Protocol):
     """One format's reader."""
 
-    unit: ClassVar[str]  # what a record is in its file, for messages: a line, a row; "": the file itself
+    # what a record is in its file, for messages: a line, a row; "": the file itself
+    unit: ClassVar[str]
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields the pieces of a file, in order."""
@@ -63,7 +69,9 @@ class Format(Protocol):
         ...
 
     def records_before(self, piece: Piece) -> int:
-        """Counts the records of the file before a piece, which may read the file: only messages need the number."""
+        """Counts the records of the file before a piece, which may read the file: only messages
+        need the number.
+        """
         ...
 
 
@@ -92,18 +100,31 @@ _SHARD = r"([-._]\d{3,}-of-\d{3,})?"
 # Which files of a folder count, by dataset_type; shards may be numbered before or after the suffix.
 FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
     "text": (re.compile(""), "regular"),
-    "jsonl": (re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"), ".jsonl, .ndjson or .jsonl.gz"),
+    "jsonl": (
+        re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"),
+        ".jsonl, .ndjson or .jsonl.gz",
+    ),
     "json": (re.compile(rf"\.json{_SHARD}(\.gz)?$"), ".json or .json.gz"),
     "csv": (re.compile(rf"\.csv{_SHARD}(\.gz)?$"), ".csv or .csv.gz"),
     "tsv": (re.compile(rf"\.tsv{_SHARD}(\.gz)?$"), ".tsv or .tsv.gz"),
     "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
-    "arrayrecord": (re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"), ".array_record or .arrayrecord"),
-    "tfrecord": (re.compile(rf"\.(tfrecords?|tfrec){_SHARD}(\.gz)?$"), ".tfrecord, .tfrecords or .tfrec"),
+    "arrayrecord": (
+        re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"),
+        ".array_record or .arrayrecord",
+    ),
+    "tfrecord": (
+        re.compile(rf"\.(tfrecords?|tfrec){_SHARD}(\.gz)?$"),
+        ".tfrecord, .tfrecords or .tfrec",
+    ),
 }
 
 
-def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: int) -> Iterator[list[T]]:
-    """Yields the items in order, in groups that end at `count` items or once they have the total size `size`."""
+def grouped(
+    items: Iterable[T], size_of: Callable[[T], int], size: int, count: int
+) -> Iterator[list[T]]:
+    """Yields the items in order, in groups that end at `count` items or once they have the total
+    size `size`.
+    """
     group: list[T] = []
     total = 0
     for item in items:
@@ -119,8 +140,8 @@ def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: i
 def make_format(dataset_type: str, record_format: str, text_field: str | None) -> Format:
     """Returns the reader of a `dataset_type` of files.
 
-    If `text_field` is None (of types whose records have fields), its documents are whole records, each as
-    `record_as_json` writes it.
+    If `text_field` is None (of types whose records have fields), its documents are whole records,
+    each as `record_as_json` writes it.
 
     Raises:
       ConfigError: its package is not installed.
@@ -154,14 +175,17 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None) -
 
 
 def record_as_json(record: Mapping[str, object]) -> bytes:
-    """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records give equal bytes.
+    """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records
+    give equal bytes.
 
     Values that JSON cannot hold (bytes, dates, decimals of Parquet) become text.
 
     Raises:
       UnicodeEncodeError: a text contains half of a surrogate pair.
     """
-    text = json.dumps(record, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text)
+    text = json.dumps(
+        record, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text
+    )
     return text.encode("utf-8")
 
 
@@ -196,7 +220,8 @@ def content_of(record: object, text_field: str | None) -> tuple[bytes, str]:
     except UnicodeEncodeError:
         return (
             b"",
-            f"{'a field' if text_field is None else f'field text_field={name}'} contains half of a surrogate pair",
+            f"{'a field' if text_field is None else f'field text_field={name}'} contains half of "
+            "a surrogate pair",
         )
     if text_field not in record:
         return b"", f"no field text_field={name}; its fields: {shown_fields(record)}"

@@ -26,22 +26,31 @@ class ArrayRecords:
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:
             raise ConfigError(
-                "dataset_type=arrayrecord: needs array_record, which is not installed; pip install array_record"
+                "dataset_type=arrayrecord: needs array_record, which is not installed; pip "
+                "install array_record"
             ) from error
         self._reader = ArrayRecordReader
         self._feature = text_field if record_format == "example" else None
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields ranges of records; a remote file is one piece, since it is copied for each piece."""
+        """Yields ranges of records; a remote file is one piece, since it is copied for each
+        piece.
+        """
         with local_path(file) as path:
             records = self._opened(path).num_records()
-        step = max(records, 1) if is_remote(file.path) else max(1, records * PIECE_BYTES // max(file.size, 1))
+        step = (
+            max(records, 1)
+            if is_remote(file.path)
+            else max(1, records * PIECE_BYTES // max(file.size, 1))
+        )
         for begin in range(0, max(records, 1), step):
             end = min(begin + step, records)
             yield Piece(file, begin, end, file.size * (end - begin) // max(records, 1))
 
     def documents(self, piece: Piece) -> Iterator[Record]:
-        """Yields the text of each record; records whose checksums differ are left out one by one."""
+        """Yields the text of each record; records whose checksums differ are left out one by
+        one.
+        """
         with local_path(piece.file) as path:
             reader = self._opened(path)
             if not reader.ok():
@@ -70,7 +79,9 @@ class ArrayRecords:
                 record = example_field(record, self._feature)
             except ValueError as error:
                 return Record(number, b"", str(error))
-        return Record(number, record) if isinstance(record, TokenIds) else checked_utf8(number, record)
+        return (
+            Record(number, record) if isinstance(record, TokenIds) else checked_utf8(number, record)
+        )
 
 
 def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
@@ -81,4 +92,6 @@ def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
     except RuntimeError as error:
         if len(numbers) == 1:
             return [error]
-        return [record for number in numbers for record in _records(reader, range(number, number + 1))]
+        return [
+            record for number in numbers for record in _records(reader, range(number, number + 1))
+        ]

@@ -10,8 +10,8 @@ import numpy as np
 from maxbatch.config.values import shown
 from maxbatch.data.store.formats import TokenIds
 
-# The declaration of tf.train.Example, for reading it without TensorFlow.
-# Field numbers are TensorFlow's (core/example/example.proto, feature.proto). Lists of floats are not declared:
+# The declaration of tf.train.Example, for reading it without TensorFlow. Field numbers are
+# TensorFlow's (core/example/example.proto, feature.proto). Lists of floats are not declared:
 # protobuf skips fields that it does not know.
 _DECLARATION = """
 name: "maxbatch/example.proto" package: "maxbatch" syntax: "proto3"
@@ -37,7 +37,8 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: ".m
 
 
 def example_field(record: bytes, name: str) -> bytes:
-    """Returns the feature `name` of a serialised tf.train.Example: one string of bytes, or a list of token ids.
+    """Returns the feature `name` of a serialised tf.train.Example: one string of bytes, or a list
+    of token ids.
 
     Raises:
       ValueError: not an Example; no such feature; or the feature is neither.
@@ -48,7 +49,9 @@ def example_field(record: bytes, name: str) -> bytes:
     try:
         example.ParseFromString(record)
     except DecodeError as error:
-        raise ValueError("not a tf.train.Example; record_format=text reads records as UTF-8 text") from error
+        raise ValueError(
+            "not a tf.train.Example; record_format=text reads records as UTF-8 text"
+        ) from error
     features = example.features.feature
     if name not in features:
         names = shown(", ".join(map(repr, sorted(features)[:8])))
@@ -68,7 +71,8 @@ def example_field(record: bytes, name: str) -> bytes:
 def _example_class() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    # In a pool of its own, so that it does not clash with TensorFlow's declaration if that is loaded too.
+    # In a pool of its own, so that it does not clash with TensorFlow's declaration if that is
+    # loaded too.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_DECLARATION, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxbatch.Example"))

@@ -1,10 +1,11 @@
 """Places where a gzip file of several members can be cut into pieces of whole lines.
 
-A gzip file is one or more members, each compressed by itself, one after the other (RFC 1952, section 2.2), possibly
-with zeros in between. `bgzip` writes such files, and so does `cat a.gz b.gz`. The bytes that begin a member also occur
-inside of compressed data, and a member may hold a whole gzip file, so only decompressing the members before it shows
-where one begins. That reads the file once more, up to the last bytes that could begin a member, so a file of one member
-has no cuts and is hardly decompressed.
+A gzip file is one or more members, each compressed by itself, one after the other (RFC 1952,
+section 2.2), possibly with zeros in between. `bgzip` writes such files, and so does `cat a.gz
+b.gz`. The bytes that begin a member also occur inside of compressed data, and a member may hold a
+whole gzip file, so only decompressing the members before it shows where one begins. That reads the
+file once more, up to the last bytes that could begin a member, so a file of one member has no cuts
+and is hardly decompressed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import BinaryIO, NamedTuple
 
 MAGIC = b"\x1f\x8b"
 _DEFLATED = MAGIC + b"\x08"  # every member begins so
-_WITH_HEADER = zlib.MAX_WBITS | 16  # a decompressor that reads a member's header and checks its checksum and size
+# a decompressor that reads a member's header and checks its checksum and size
+_WITH_HEADER = zlib.MAX_WBITS | 16
 _BLOCK_BYTES = 1 << 20
 
 
@@ -36,7 +38,8 @@ class _Part(NamedTuple):
 
 
 def line_cuts(stream: BinaryIO, step: int) -> Iterator[Cut]:
-    """Yields a cut for the first line that begins at or after a member, at least `step` bytes of the file apart.
+    """Yields a cut for the first line that begins at or after a member, at least `step` bytes of
+    the file apart.
 
     Ends at damage: what is behind it belongs to the last piece.
     """
@@ -73,7 +76,8 @@ def _last_candidate(stream: BinaryIO) -> int:
 
 
 def _parts(stream: BinaryIO) -> Iterator[_Part]:
-    """Yields the content of a file, and for each member at least one part, up to its end or the point where it is cut.
+    """Yields the content of a file, and for each member at least one part, up to its end or the
+    point where it is cut.
 
     Raises:
       zlib.error: the file is damaged.

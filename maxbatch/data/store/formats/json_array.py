@@ -1,4 +1,5 @@
-"""`json`: an array of objects, or an object with one; each object of the array is a record; plain or gzip.
+"""`json`: an array of objects, or an object with one; each object of the array is a record; plain
+or gzip.
 
 A file is one piece, read by one process, object by object: memory does not grow with their number.
 """
@@ -48,7 +49,9 @@ class JsonArray(WholeFiles):
 
 
 def _records(reader: _Reader) -> Iterator[object]:
-    """Yields the values of the array; raises _Fault for text that is not JSON, or without one array of objects."""
+    """Yields the values of the array; raises _Fault for text that is not JSON, or without one array
+    of objects.
+    """
     opening = reader.next_character()
     if opening == "[":
         yield from reader.values()
@@ -57,7 +60,9 @@ def _records(reader: _Reader) -> Iterator[object]:
     else:
         raise _Fault(_NO_ARRAY)
     if reader.next_character():
-        raise _Fault("goes on after its first value; lines of one object each are read by dataset_type=jsonl")
+        raise _Fault(
+            "goes on after its first value; lines of one object each are read by dataset_type=jsonl"
+        )
 
 
 def _records_of_object(reader: _Reader) -> Iterator[object]:
@@ -69,7 +74,9 @@ def _records_of_object(reader: _Reader) -> Iterator[object]:
         reader.expect(":")
         if reader.next_character() == "[" and reader.after("[") == "{":
             if name_of_array is not None:
-                raise _Fault(f"has two arrays of objects, {name_of_array!r} and {name!r}, and must have one")
+                raise _Fault(
+                    f"has two arrays of objects, {name_of_array!r} and {name!r}, and must have one"
+                )
             name_of_array = name
             yield from reader.values()
         else:
@@ -89,7 +96,9 @@ class _Reader:
         self._decoder = json.JSONDecoder()
 
     def next_character(self) -> str:
-        """Returns the next character that is no white space, without reading over it; "" at the end."""
+        """Returns the next character that is no white space, without reading over it; "" at the
+        end.
+        """
         while True:
             while self._position < len(self._buffer):
                 if (character := self._buffer[self._position]) not in _SPACE:
@@ -107,7 +116,11 @@ class _Reader:
 
     def expect(self, character: str) -> None:
         if (found := self.next_character()) != character:
-            raise _Fault(f"not JSON ({found!r} where {character!r} must be)" if found else "not JSON (it is cut short)")
+            raise _Fault(
+                f"not JSON ({found!r} where {character!r} must be)"
+                if found
+                else "not JSON (it is cut short)"
+            )
         self._position += 1
 
     def values(self) -> Iterator[object]:
@@ -129,17 +142,24 @@ class _Reader:
                 value, end = self._decoder.raw_decode(self._buffer, self._position)
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 behind = self._buffer[end : end + _LONGEST_NUMBER]
-                may_go_on = is_number and behind[:1] not in _BEHIND_NUMBERS and len(behind) < _LONGEST_NUMBER
+                may_go_on = (
+                    is_number
+                    and behind[:1] not in _BEHIND_NUMBERS
+                    and len(behind) < _LONGEST_NUMBER
+                )
                 if behind and not may_go_on:
                     self._position = end
                     return value
-                if not self._read_more(_BLOCK_CHARACTERS):  # with more text a number may have more digits
+                # with more text a number may have more digits
+                if not self._read_more(_BLOCK_CHARACTERS):
                     self._position = len(self._buffer) - len(behind)
                     return value
             except (ValueError, RecursionError) as error:
                 size = len(self._buffer) - self._position
                 if size > LONGEST_RECORD:
-                    raise _Fault(f"longer than {LONGEST_RECORD:,} characters, the most that is read") from error
+                    raise _Fault(
+                        f"longer than {LONGEST_RECORD:,} characters, the most that is read"
+                    ) from error
                 if not self._read_more(max(size, _BLOCK_CHARACTERS)):
                     raise _Fault(f"not JSON ({error})") from error
 

@@ -1,4 +1,6 @@
-"""`jsonl`: every line is a JSON object, and one of its fields is the document, or all of them are; plain or gzip."""
+"""`jsonl`: every line is a JSON object, and one of its fields is the document, or all of them are;
+plain or gzip.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of JSON; blank ones are skipped. Pieces are bytes: a line belongs to the piece that it begins in."""
+    """Lines of JSON; blank ones are skipped. Pieces are bytes: a line belongs to the piece that it
+    begins in.
+    """
 
     unit: ClassVar[str] = "line"
 
     text_field: str | None  # None: the whole record, as JSON
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields blocks of bytes; of a gzip file (recognised by its first bytes) lines of whole members."""
+        """Yields blocks of bytes; of a gzip file (recognised by its first bytes) lines of whole
+        members.
+        """
         with open_file(file) as stream:
             is_gzip = stream.read(len(MAGIC)) == MAGIC
             if is_gzip:
@@ -87,7 +93,8 @@ def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int) -> Iterator[b
     if position:
         stream.seek(position)
     if begin:
-        position += _skip_line(stream, end - position)  # the end of a line that began before the part
+        # the end of a line that began before the part
+        position += _skip_line(stream, end - position)
     while position < end and (line := stream.readline(LONGEST_RECORD + 1)):
         position += len(line)
         if len(line) > LONGEST_RECORD and not line.endswith(b"\n"):
@@ -106,7 +113,9 @@ def _skip_line(stream: BinaryIO | gzip.GzipFile, most: int) -> int:
 
 
 def _packed_pieces(file: SourceFile, stream: BinaryIO) -> Iterator[Piece]:
-    """Yields the pieces of a gzip file; one in an object store is one piece, since finding its cuts would read it."""
+    """Yields the pieces of a gzip file; one in an object store is one piece, since finding its cuts
+    would read it.
+    """
     is_cut = file.size > PIECE_BYTES and not is_remote(file.path)
     first, end = Cut(0, 0, 0), Cut(sys.maxsize, file.size, 0)
     cuts = itertools.chain([first], line_cuts(stream, PIECE_BYTES) if is_cut else (), [end])
@@ -124,7 +133,9 @@ def _packed_lines(stream: BinaryIO, cut: Cut, end: int) -> Iterator[bytes]:
 
 
 def _lines_before(piece: Piece) -> int:
-    """Counts the lines that begin before a piece, by reading the file again: only messages need the number."""
+    """Counts the lines that begin before a piece, by reading the file again: only messages need the
+    number.
+    """
     if not piece.begin:
         return 0
     with open_file(piece.file) as file:

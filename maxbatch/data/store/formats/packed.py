@@ -15,7 +15,8 @@ from maxbatch.system.source_files import SourceFile
 
 @contextlib.contextmanager
 def opened_text(file: SourceFile) -> Iterator[TextIO]:
-    """Opens a file of UTF-8 text, plain or gzip (recognised by its first bytes), without its byte order mark.
+    """Opens a file of UTF-8 text, plain or gzip (recognised by its first bytes), without its byte
+    order mark.
 
     Bytes that are not UTF-8 become lone surrogates, so that only the records with them are bad.
     """

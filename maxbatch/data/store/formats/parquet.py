@@ -1,4 +1,6 @@
-"""`parquet`: every row is a document, its text one column or all of them. Needs pyarrow (extra `parquet`)."""
+"""`parquet`: every row is a document, its text one column or all of them. Needs pyarrow (extra
+`parquet`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any, ClassVar
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, checked_utf8, grouped, record_as_json
+from maxbatch.data.store.formats import (
+    PIECE_BYTES,
+    Piece,
+    Record,
+    checked_utf8,
+    grouped,
+    record_as_json,
+)
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.source_files import SourceFile, typed_reason
 
@@ -17,7 +26,9 @@ _READ_AHEAD_BYTES = 1 << 20
 
 
 class Parquet:
-    """Rows of Parquet files. Pieces are runs of row groups; only the text column is read, a few rows at a time."""
+    """Rows of Parquet files. Pieces are runs of row groups; only the text column is read, a few
+    rows at a time.
+    """
 
     unit: ClassVar[str] = "row"
 
@@ -26,7 +37,8 @@ class Parquet:
             import pyarrow.parquet
         except ImportError as error:
             raise ConfigError(
-                "dataset_type=parquet: needs pyarrow, which is not installed; pip install 'maxbatch[parquet]'"
+                "dataset_type=parquet: needs pyarrow, which is not installed; pip install "
+                "'maxbatch[parquet]'"
             ) from error
         self._arrow = pyarrow
         self._text_field = text_field
@@ -49,7 +61,9 @@ class Parquet:
             yield Piece(file, run[0], run[-1] + 1, int(size * share))
 
     def documents(self, piece: Piece) -> Iterator[Record]:
-        """Yields the text of each row. In a damaged row group the rows from the damage on are left out."""
+        """Yields the text of each row. In a damaged row group the rows from the damage on are left
+        out.
+        """
         path = piece.file.path
         try:
             with self._opened(piece.file) as parquet:
@@ -57,8 +71,9 @@ class Parquet:
                 if self._text_field is not None and self._text_field not in names:
                     columns = shown(", ".join(map(repr, names[:12])))
                     raise ConfigError(
-                        f"text_field={shown(repr(self._text_field))}: {path} has no such column; its columns: "
-                        f"{columns}; works: text_field={_likely_text(parquet.schema_arrow)}"
+                        f"text_field={shown(repr(self._text_field))}: {path} has no such column; "
+                        f"its columns: {columns}; works: "
+                        f"text_field={_likely_text(parquet.schema_arrow)}"
                     )
                 first = 1
                 for group in range(piece.begin, piece.end):
@@ -77,8 +92,15 @@ class Parquet:
     @contextlib.contextmanager
     def _opened(self, file: SourceFile) -> Iterator[Any]:
         # Without read-ahead of whole column chunks a row group of any size takes little memory.
-        options = {"pre_buffer": False, "buffer_size": _READ_AHEAD_BYTES, "page_checksum_verification": True}
-        with open_file(file) as stream, self._arrow.parquet.ParquetFile(stream, **options) as parquet:
+        options = {
+            "pre_buffer": False,
+            "buffer_size": _READ_AHEAD_BYTES,
+            "page_checksum_verification": True,
+        }
+        with (
+            open_file(file) as stream,
+            self._arrow.parquet.ParquetFile(stream, **options) as parquet,
+        ):
             yield parquet
 
     def _rows(self, parquet: Any, group: int, first: int) -> Iterator[Record]:
@@ -86,7 +108,9 @@ class Parquet:
         end = first + parquet.metadata.row_group(group).num_rows
         number = first
         try:
-            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self._columns):
+            for batch in parquet.iter_batches(
+                _BATCH_ROWS, row_groups=[group], columns=self._columns
+            ):
                 for value in self._texts(batch, f"row group {group}"):
                     yield self._checked(number, value)
                     number += 1
@@ -98,7 +122,9 @@ class Parquet:
     def _checked(self, number: int, value: bytes | None) -> Record:
         if value is not None:
             return checked_utf8(number, value)
-        return Record(number, b"", f"{self._text_field} is null" if self._text_field else "not UTF-8")
+        return Record(
+            number, b"", f"{self._text_field} is null" if self._text_field else "not UTF-8"
+        )
 
     def _texts(self, batch: Any, place: str) -> list[bytes | None]:
         if self._text_field is None:
@@ -106,11 +132,17 @@ class Parquet:
         column = batch.column(0)
         types = self._arrow.types
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-        texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
+        texts = (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+        )
         if not any(is_text(kind) for is_text in texts):
             raise ConfigError(
-                f"text_field={shown(repr(self._text_field))}: the column is of type {shown(str(kind))} at {place}, "
-                "not a string; name a column of strings"
+                f"text_field={shown(repr(self._text_field))}: the column is of type "
+                f"{shown(str(kind))} at {place}, not a string; name a column of strings"
             )
         texts_n: list[bytes | None] = column.cast(self._arrow.large_binary()).to_pylist()
         return texts_n
@@ -129,6 +161,8 @@ def _likely_text(schema: Any) -> str:
 
 
 def _raise_system_error(error: Exception) -> None:
-    """Raises an error of the system or of a store, and leaves pyarrow's own OSErrors, which have no number."""
+    """Raises an error of the system or of a store, and leaves pyarrow's own OSErrors, which have no
+    number.
+    """
     if getattr(error, "errno", None) or isinstance(error, ConfigError | TrainingError):
         raise error

@@ -1,7 +1,7 @@
 """`csv` and `tsv`: every row below the header is a record, whose cells are texts; plain or gzip.
 
-Cells may be in double quotes and then hold line breaks, so a file is one piece, read by one process. Blank lines are
-skipped. Reference: RFC 4180.
+Cells may be in double quotes and then hold line breaks, so a file is one piece, read by one
+process. Blank lines are skipped. Reference: RFC 4180.
 """
 
 from __future__ import annotations
@@ -62,9 +62,13 @@ class Table(WholeFiles):
 
 
 def _checked_header(path: str, cells: list[str]) -> list[str]:
-    """Returns the names of the columns; raises ConfigError for one that is empty or stated twice."""
+    """Returns the names of the columns; raises ConfigError for one that is empty or stated
+    twice.
+    """
     [(name, count)] = Counter(cells).most_common(1)
     if count > 1 or "" in cells:
         problem = f"names {shown(repr(name))} twice" if count > 1 else "has a column without a name"
-        raise ConfigError(f"{path}: the header, its first line, {problem}; works: a name for each column")
+        raise ConfigError(
+            f"{path}: the header, its first line, {problem}; works: a name for each column"
+        )
     return cells

@@ -1,7 +1,8 @@
-"""`tfrecord`: every record is a tf.train.Example, and one of its features is the document; plain or gzip.
+"""`tfrecord`: every record is a tf.train.Example, and one of its features is the document; plain or
+gzip.
 
-A record is its length (uint64), the masked CRC-32C of the length (uint32), its bytes, and their masked CRC-32C
-(uint32), little-endian. Reference: TensorFlow, `core/lib/io/record_writer.h`.
+A record is its length (uint64), the masked CRC-32C of the length (uint32), its bytes, and their
+masked CRC-32C (uint32), little-endian. Reference: TensorFlow, `core/lib/io/record_writer.h`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.source_files import SourceFile
 from maxbatch.system.storage import is_remote
 
-_HEAD, _TAIL = struct.Struct("<QI"), struct.Struct("<I")  # length and its checksum; the checksum of the bytes
+# length and its checksum; the checksum of the bytes
+_HEAD, _TAIL = struct.Struct("<QI"), struct.Struct("<I")
 _MOST_RECORD_BYTES = 1 << 30
 _MASK_DELTA = 0xA282EAD8
 
@@ -35,13 +37,16 @@ class TFRecords:
             import google_crc32c
         except ImportError as error:
             raise ConfigError(
-                "dataset_type=tfrecord: needs google-crc32c, which is not installed; pip install 'maxbatch[tfrecord]'"
+                "dataset_type=tfrecord: needs google-crc32c, which is not installed; pip install "
+                "'maxbatch[tfrecord]'"
             ) from error
         self._crc32c = google_crc32c.value
         self._feature = text_field
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields ranges of records; a file of an object store, and one that is packed or damaged, has no cuts."""
+        """Yields ranges of records; a file of an object store, and one that is packed or damaged,
+        has no cuts.
+        """
         begin = 0
         if not is_remote(file.path):
             with open_file(file) as stream:
@@ -56,10 +61,14 @@ class TFRecords:
         if not piece.begin:
             return 0
         with open_file(piece.file) as stream:
-            return 1 + sum(1 for end in self._positions(stream, piece.file.size) if end < piece.begin)
+            return 1 + sum(
+                1 for end in self._positions(stream, piece.file.size) if end < piece.begin
+            )
 
     def documents(self, piece: Piece) -> Iterator[Record]:
-        """Yields the feature of each record; records whose checksums differ are left out one by one."""
+        """Yields the feature of each record; records whose checksums differ are left out one by
+        one.
+        """
         position, number = piece.begin, 0
         with open_file(piece.file) as stream:
             is_packed = self._is_packed(stream)
@@ -75,7 +84,9 @@ class TFRecords:
                         return
                     length = self._length(head)
                     if length > _MOST_RECORD_BYTES:
-                        raise EOFError(f"longer than {_MOST_RECORD_BYTES:,} bytes, the most that is read")
+                        raise EOFError(
+                            f"longer than {_MOST_RECORD_BYTES:,} bytes, the most that is read"
+                        )
                     record, tail = source.read(length), source.read(_TAIL.size)
                     if len(tail) < _TAIL.size:
                         raise EOFError("cut short")
@@ -117,7 +128,9 @@ class TFRecords:
         return False
 
     def _length(self, head: bytes) -> int:
-        """Returns the bytes of a record; raises EOFError unless its head is whole and agrees with its checksum."""
+        """Returns the bytes of a record; raises EOFError unless its head is whole and agrees with
+        its checksum.
+        """
         if len(head) < _HEAD.size:
             raise EOFError("cut short")
         length, checksum = _HEAD.unpack(head)
