@@ -47,7 +47,7 @@ WALLS = {
         "AdapterConfig",
         "DecoderConfig",
         "MeshConfig",
-        "OptimizerConfig",
+        "ModelOptimizerConfig",
         "PreferenceConfig",
     },
     "training/weights": {"UpdateConfig", "AdapterConfig", "DecoderConfig", "ModelConfig"},
