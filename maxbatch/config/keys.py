@@ -273,7 +273,7 @@ class Section(Mapping[str, Any]):
     @classmethod
     def heading(cls) -> str:
         """Returns the heading of its keys in base.yml."""
-        sentence = (cls.__doc__ or "").rstrip(".")
+        sentence = " ".join((cls.__doc__ or "").split()).rstrip(".")
         return sentence[0].lower() + sentence[1:]
 
     def __getitem__(self, name: str) -> Any:

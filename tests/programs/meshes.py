@@ -240,7 +240,8 @@ class Search:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains on random meshes; returns 0 if every run ends by itself and equals one device's."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.programs.meshes", description=__doc__.splitlines()[0]
+        prog="python -m tests.programs.meshes",
+        description=" ".join(__doc__.partition("\n\n")[0].split()),
     )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -141,7 +141,8 @@ def compared(found: Path, expected: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains on random pods; returns 0 if every run equals one device's."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.programs.pods", description=__doc__.splitlines()[0]
+        prog="python -m tests.programs.pods",
+        description=" ".join(__doc__.partition("\n\n")[0].split()),
     )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -387,7 +387,8 @@ def _kill_again_and_again(one: Soak, kills: int) -> Soak:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak; returns 0 where every promise held."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.programs.soak", description=__doc__.splitlines()[0]
+        prog="python -m tests.programs.soak",
+        description=" ".join(__doc__.partition("\n\n")[0].split()),
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument(
