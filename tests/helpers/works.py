@@ -50,7 +50,7 @@ _ALTERNATIVES = re.compile(r",? or |(?<=\)), ")
 # typed.
 NOT_TYPED: Mapping[str, str] = {
     r".*; skip_bad_records=true leaves such records out": "offers two ways",
-    r".* left out|leave .* out|without .*|--\S+ without .*|no .*|none": "says which word to leave out",
+    r".* left out|leave .* out|without .*|(--\S+|[A-Z_]+) without .*|no .*|none": "says which word to leave out",
     r"(pip install|cd into|`wandb|[A-Z][A-Z_]+=).*": "is for the shell",
     r"\[.*\]|\{.*\}|\w+: .*|<<: .*": "is a line of a YAML file, which the file's own tests type",
     r"(weight|sampler|pruner|metric|parallel|trials|seed|sweep_dir|storage)=.*|sweep_dir, .*":
