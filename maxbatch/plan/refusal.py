@@ -16,6 +16,8 @@ from maxbatch.system.errors import ConfigError
 # value
 MOST_TYPED = 500
 _MOST_TRIES = 8  # a refusal seldom needs more than two
+# keys that state a batch for all devices, which `batch_padding` keeps on any number of them
+_WHOLE_BATCHES = {"global_batch_size", "batch_size_schedule", "batch_size"}
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Section)
 
@@ -63,11 +65,28 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
             try:
                 plan(config.replaced(works))
             except Refusal as further:
-                works |= further.works
+                works |= _keeping_the_batch(further.works, works)
             else:
                 refusal.works = works
                 break
         raise refusal from None
+
+
+def _keeping_the_batch(
+    further: Mapping[str, Value], works: Mapping[str, Value]
+) -> Mapping[str, Value]:
+    """Returns the changes of a further refusal, or padding in place of another batch than the
+    stated one.
+
+    Args:
+      works: the changes so far; where they state another batch, the batch itself was at fault.
+    """
+    tried = _WHOLE_BATCHES | {"batch_padding"}
+    return (
+        {"batch_padding": True}
+        if _WHOLE_BATCHES & further.keys() and not tried & works.keys()
+        else further
+    )
 
 
 def _text(value: Value, quote: str = '"') -> str:

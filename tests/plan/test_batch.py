@@ -92,9 +92,23 @@ def test_a_plan_for_a_pod() -> None:
     assert (plan["steps_per_epoch"], plan["epochs"]) == (13, 39.0625)
 
 
-def test_a_batch_that_does_not_fit_may_change_the_mesh() -> None:
-    with pytest.raises(ConfigError, match=r"works: num_pipeline_repeats=1 global_batch_size=32$"):
-        plan_of(["global_batch_size=30", "num_pipeline_repeats=2"], 8)
+@pytest.mark.parametrize(
+    ("overrides", "num_devices", "works"),
+    [
+        (["global_batch_size=30", "num_pipeline_repeats=2"], 8, "num_pipeline_repeats=1"),
+        (["global_batch_size=64", "ici_tensor_parallelism=4"], 6, "ici_tensor_parallelism=2"),
+        (
+            ["batch_size_schedule=0:100 1M:200", "ici_tensor_parallelism=4"],
+            6,
+            "ici_tensor_parallelism=2",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_work_leads_to_one_that_keeps_the_stated_batch(
+    overrides: list[str], num_devices: int, works: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"works: {works} batch_padding=true$"):
+        plan_of(overrides, num_devices)
 
 
 def test_fractions_of_a_row_per_device_are_exact() -> None:

@@ -135,8 +135,8 @@ def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch_size=4: .* works: micro_batch_size=8"):
         plan("micro_batch_size=4", devices=8)
     too_many = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5")
-    # 8 x 4 pairs are not divisible by 6 devices
-    works = "sampler_devices_fraction=0.25 batch_size=9"
+    # 8 x 4 pairs are not divisible by 6 devices; padding keeps them
+    works = "sampler_devices_fraction=0.25 batch_padding=true"
     with pytest.raises(ConfigError, match=rf"sampler_devices_fraction=0.5.* works: {works}$"):
         plan(*too_many, devices=8)
     plan(*too_many, *works.split(), devices=8)
