@@ -197,6 +197,7 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
             "global_batch_size=65536t max_target_length=512",
         ),
         ("train_batch_size=2Mit", "global_batch_size=2Mit"),
+        ("num_tokens_per_train_step=4096 train_batch_size=16", "global_batch_size=16"),
         (
             "device_batch_size=16 total_batch_size=524288 --devices 8",
             "per_device_batch_size=16 global_batch_size=524288t",
@@ -220,6 +221,7 @@ def test_hints_combine(line: str, works: str) -> None:
         "train_batch_size=256 train_micro_batch_size_per_gpu=16 gas=4 --devices 8",  # 512
         "per_device_batch_size=4 per_device_train_batch_size=16",
         "num_replicas=4 per_replica_batch_size=8 --devices 2",
+        "num_tokens_per_train_step=4096 train_batch_size=17",
     ],
 )
 def test_words_that_contradict_each_other_have_no_works(line: str) -> None:

@@ -6,7 +6,7 @@ samples of an update = replicas x samples of a replica, so two words often deter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -117,9 +117,33 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
         return None
     ours = {word: _ours(quantity, known) for word, (quantity, _) in stated.items()}
     settings = {word: found for word, found in ours.items() if found is not None}
+    if "length" in known:
+        settings = _in_one_unit(
+            settings, {word for word, (name, _) in stated.items() if name == "tokens"}
+        )
     if of_olmo and OF_OLMO in settings:
         settings[OF_OLMO] = {"global_batch_size": own["global_batch_size"], **settings[OF_OLMO]}
     return Together(settings, _count(known, "devices"), _count(known, "hosts"))
+
+
+def _in_one_unit(
+    settings: Mapping[str, Mapping[str, str]], token_words: Collection[str]
+) -> dict[str, Mapping[str, str]]:
+    """Returns the settings with one text of the batch, in samples if a word states it so.
+
+    Args:
+      token_words: the words that state the batch in tokens.
+    """
+    key = "global_batch_size"
+    batches = (
+        found[key] for word, found in settings.items() if word not in token_words and key in found
+    )
+    batch = next(batches, None)
+    if batch is None:
+        return dict(settings)
+    return {
+        word: {key: batch} if word in token_words else found for word, found in settings.items()
+    }
 
 
 def _quantity(word: str) -> str | None:
