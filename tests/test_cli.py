@@ -23,7 +23,7 @@ from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.arguments import simulate_devices
 from tests.helpers.command import start
-from tests.helpers.processes import wait_for
+from tests.helpers.processes import children_of, wait_for
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -331,6 +331,16 @@ def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -
     # Done, or refused, before it came; the same command continues a run.
     assert process.returncode in ((0, 75) if command[0] == "train" else (0, 1, 2)), output
     assert "Traceback" not in output
+
+
+def test_sigterm_before_the_hosts_handle_signals_is_a_stop_on_request() -> None:
+    process = start(
+        "train", *TINY_RUN, "run_dir=run", "--simulate-devices", "4", "--simulate-hosts", "2"
+    )
+    wait_for(lambda: len(children_of(process.pid)) == 2, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75 and "error" not in output, output
 
 
 @pytest.mark.parametrize(

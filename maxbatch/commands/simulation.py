@@ -66,6 +66,10 @@ def run_hosts(
             return _end_stopped(stopped.dead, hosts, last_saved)
         if failed is None:
             return max(host.returncode for host in hosts)
+        if stop.is_asked and hosts[failed].returncode == -signal.SIGTERM:
+            # The request came before this host handles signals: the hosts have not met, so there
+            # is nothing to save.
+            return EXIT_STOPPED
         return _end_after(failed, hosts, last_line(logs[failed - 1]) if failed else "", last_saved)
 
 
