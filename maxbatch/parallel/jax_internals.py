@@ -105,17 +105,22 @@ def replace_damaged_programs() -> None:
     compilation_cache.get_executable_and_time = read_or_remove
 
 
-def share_cached_cpu_programs(cpu: str) -> None:
+def share_cached_cpu_programs(cpu: str, has_cache: bool) -> None:
     """Lets all processes of a run on CPUs take the programs that its first process caches, now or
     before.
 
     JAX lets only the first process write into the cache. The keys have a fingerprint of the
     topology, which on CPUs differs between processes, so the others would compile every program at
-    every start. A process whose cache is in another place than the first one's compiles by itself.
-    `cpu` describes the CPU. All processes call this once per run; a process may have several runs.
+    every start. A process without a cache, or with one in another place than the first one's,
+    compiles by itself. All processes call this once per run; a process may have several runs.
+
+    Args:
+      cpu: describes the CPU.
+      has_cache: whether this process has a cache that it may share.
     """
-    _FIRST_PROCESS.meet(_place_of_cache())
-    _take_programs_of_the_first_process(cpu)
+    _FIRST_PROCESS.meet(_place_of_cache() if has_cache else "")
+    if has_cache:
+        _take_programs_of_the_first_process(cpu)
 
 
 @functools.cache
@@ -177,13 +182,13 @@ class _FirstProcess:
         self._is_silent = False
 
     def meet(self, place: str) -> None:
-        """Compares the places of the caches."""
+        """Compares the places of the caches; "" is that of no cache."""
         # Keys name the folder of the cache, so a process that waits in another folder for a program
         # would wait in vain.
         self._num_meetings += 1
         meeting = f"of run {self._num_meetings}"
         self.tell("place", meeting, place)
-        self.shares_cache = self.told("place", meeting) in (None, place)
+        self.shares_cache = self.told("place", meeting) in (None, place) and bool(place)
 
     def tell(self, what: str, program: str, value: str = "") -> None:
         """Tells the others, if this is the first process."""

@@ -104,6 +104,21 @@ def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached_or_compiles(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("host_without", [0, 1])
+def test_a_host_without_a_cache_keeps_no_other_waiting(host_without: int) -> None:
+    def seconds(_: Pod) -> float:
+        begin = time.monotonic()
+        has_none = jax.process_index() == host_without
+        use_persistent_cache("none" if has_none else "", cache_folder("", "xla"))
+        split = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))
+        x = jax.make_array_from_callback((2,), split, lambda _: np.ones(1, np.float32))
+        jax.jit(lambda x: jnp.sum(x) * 7.5)(x).block_until_ready()
+        return time.monotonic() - begin
+
+    assert max(run(seconds, devices=2, hosts=2, timeout=200)) < 60
+
+
+@pytest.mark.processes
 def test_a_program_that_the_first_host_cannot_compile_keeps_no_other_waiting() -> None:
     def refused(_: Pod) -> str:
         use_persistent_cache("", cache_folder("", "xla"))

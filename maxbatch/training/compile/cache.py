@@ -20,21 +20,21 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 def use_persistent_cache(stated: str, default: Path) -> None:
     """Keeps compiled programs on disk, so that later starts are faster.
 
-    A user's own JAX cache (`JAX_COMPILATION_CACHE_DIR`) is not changed.
+    A user's own JAX cache (`JAX_COMPILATION_CACHE_DIR`) is not changed. All hosts call it.
 
     Args:
       stated: `compilation_cache_dir`.
       default: the folder, if none is stated.
     """
-    if stated == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    folder = Path(os.path.expanduser(stated or default))
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    replace_damaged_programs()
+    is_ours = stated != "none" and not os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if is_ours:
+        folder = Path(os.path.expanduser(stated or default))
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        replace_damaged_programs()
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        share_cached_cpu_programs(cpu_features())
+        share_cached_cpu_programs(cpu_features(), has_cache=is_ours)
 
 
 @contextlib.contextmanager
