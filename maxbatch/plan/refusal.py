@@ -60,33 +60,31 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
     try:
         return plan(config)
     except Refusal as refusal:
-        works = dict(refusal.works)
-        for _ in range(_MOST_TRIES):
-            try:
-                plan(config.replaced(works))
-            except Refusal as further:
-                works |= _keeping_the_batch(further.works, works)
-            else:
-                refusal.works = works
-                break
+        refusal.works = _satisfying(config, plan, refusal.works) or refusal.works
         raise refusal from None
 
 
-def _keeping_the_batch(
-    further: Mapping[str, Value], works: Mapping[str, Value]
-) -> Mapping[str, Value]:
-    """Returns the changes of a further refusal, or padding in place of another batch than the
-    stated one.
+def _satisfying(
+    config: _S, plan: Callable[[_S], object], works: dict[str, Value]
+) -> dict[str, Value] | None:
+    """Returns changes that satisfy all rules, from those that satisfy the first one; None if none
+    are found.
 
-    Args:
-      works: the changes so far; where they state another batch, the batch itself was at fault.
+    Where a stated batch does not fit them, padding keeps it if that works.
     """
-    tried = _WHOLE_BATCHES | {"batch_padding"}
-    return (
-        {"batch_padding": True}
-        if _WHOLE_BATCHES & further.keys() and not tried & works.keys()
-        else further
-    )
+    for _ in range(_MOST_TRIES):
+        try:
+            plan(config.replaced(works))
+        except Refusal as further:
+            batches = [key for key in further.works if key in _WHOLE_BATCHES and key not in works]
+            if "batch_padding" not in works and any(config[key] is not None for key in batches):
+                padded = _satisfying(config, plan, works | {"batch_padding": True})
+                if padded and not padded.keys() & set(batches):
+                    return padded
+            works = works | further.works
+        else:
+            return works
+    return None
 
 
 def _text(value: Value, quote: str = '"') -> str:
