@@ -19,23 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import finish, metrics_of, start
+from benchmarks.commands import SMALL_MODEL, finish, metrics_of, start
 from benchmarks.measurement import BenchmarkError, Measurement
 
 MOST_UPDATES = 0.6  # of the small batch's
 MOST_LOSS = 1.0  # above the small batch's mean, in standard deviations of its seeds
 SEEDS = (0, 1, 2)
 
-_MODEL = (
-    "base_emb_dim=64",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=16",
-    "base_mlp_dim=192",
-    "base_num_decoder_layers=2",
-    "max_target_length=64",
-    "per_device_batch_size=64",
-)
 _QUIET = ("generate_prompt=", "eval_interval=1000000", "log_period=1000000")
 _SMALL = 4  # samples per update, 256 tokens
 
@@ -84,7 +74,7 @@ def _small(folder: Path, size: _Size, seed: int) -> _Run:
     return _trained(
         folder,
         f"small-{seed}",
-        *_MODEL,
+        *SMALL_MODEL,
         *_QUIET,
         *_seeds(seed),
         *kept,

@@ -11,6 +11,18 @@ from typing import Any
 
 from benchmarks.measurement import BenchmarkError
 
+# The model that schedules of the batch are compared with: rows of 64 bytes, all in one pass.
+SMALL_MODEL = (
+    "base_emb_dim=64",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=16",
+    "base_mlp_dim=192",
+    "base_num_decoder_layers=2",
+    "max_target_length=64",
+    "per_device_batch_size=64",
+)
+
 
 def environment(**variables: str | Path) -> dict[str, str]:
     """This process's environment with one CPU device, and with `variables`."""

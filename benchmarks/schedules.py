@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from benchmarks.commands import finish, metrics_of, start
+from benchmarks.commands import SMALL_MODEL, finish, metrics_of, start
 from benchmarks.measurement import BenchmarkError
 
 SAMPLES = 24_000  # of 64 bytes each
@@ -41,14 +41,7 @@ ARMS = {
 }
 EQUAL_UPDATES = ("seesaw", "late switch")
 KEYS = (
-    "base_emb_dim=64",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=16",
-    "base_mlp_dim=192",
-    "base_num_decoder_layers=2",
-    "max_target_length=64",
-    "per_device_batch_size=64",
+    *SMALL_MODEL,
     f"train_samples={SAMPLES}",
     "learning_rate=2e-3",
     "eval_samples=8192",

@@ -5,7 +5,6 @@ Shapes: n tokens of a record.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import Conversations, kind_of_value
+from maxbatch.data.store.duplicates import record_digest
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.huggingface.folder.config_json import (
@@ -264,10 +264,8 @@ class LoadedModel:
                 skipped.append(SkippedRecord(number, fault.problem))
                 continue
             if self.config.deduplicate:
-                hashed = hashlib.sha256(
-                    tokens.astype(np.int32).tobytes() + weights.tobytes()
-                ).digest()[:16]
-                first = seen.setdefault(hashed, number)
+                digest = record_digest(tokens.astype(np.int32).tobytes() + weights.tobytes())
+                first = seen.setdefault(digest, number)
                 if first != number:
                     skipped.append(SkippedRecord(number, f"equal to record {first}", first))
                     continue

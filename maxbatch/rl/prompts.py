@@ -28,7 +28,7 @@ from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT
+from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT, record_digest
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.skipped import kind_of, skipped_text
@@ -298,14 +298,14 @@ def _read_dataset(
             reasons[kind_of(str(error).partition(f"{_RECORD}: ")[2])] += 1
             continue
         if config.deduplicate:
-            hashed = hashlib.sha256(prompt.text.encode("utf-8")).digest()[:16]
-            if held_out is not None and hashed in held_out.texts:
+            digest = record_digest(prompt.text.encode("utf-8"))
+            if held_out is not None and digest in held_out.texts:
                 reasons[EQUAL_HELD_OUT] += 1
                 continue
-            if hashed in texts:
+            if digest in texts:
                 reasons[EQUAL] += 1
                 continue
-            texts.add(hashed)
+            texts.add(digest)
         kept.append((record, prompt))
         for part in (record.json, prompt.text.encode("utf-8")):
             content.update(len(part).to_bytes(8, "little"))

@@ -131,6 +131,11 @@ class SeenRecords:
         }
 
 
+def record_digest(content: bytes | bytearray) -> bytes:
+    """Returns the 128-bit hash by which records are compared."""
+    return hashlib.sha256(content).digest()[:_DIGEST_BYTES]
+
+
 def record_hashes(digests: bytes | bytearray, documents_per_record: int) -> np.ndarray:
     """Returns the hashes of records, uint64[n, 2], from the digests of their documents, one after
     the other.
@@ -138,5 +143,5 @@ def record_hashes(digests: bytes | bytearray, documents_per_record: int) -> np.n
     if documents_per_record > 1:
         size = documents_per_record * _DIGEST_BYTES
         records = (digests[begin : begin + size] for begin in range(0, len(digests), size))
-        digests = b"".join(hashlib.sha256(record).digest()[:_DIGEST_BYTES] for record in records)
+        digests = b"".join(map(record_digest, records))
     return np.frombuffer(digests, np.uint64).reshape(-1, 2).copy()
