@@ -82,9 +82,10 @@ def _watch_stopped() -> None:
         if pid is None or time.monotonic() - since[pid] < STOPPED_S:
             continue
         while pid is not None:
+            # First the line: this process may end as soon as the child goes on.
+            note(f"process {pid} was stopped and is continued")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-            note(f"process {pid} was stopped and is continued")
             time.sleep(_CONTINUE_S)
             pid = _stopped_child(os.P_ALL, 0)
 
