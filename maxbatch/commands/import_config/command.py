@@ -130,9 +130,8 @@ def run(args: argparse.Namespace) -> int:
         _print_batch(load_config(output), args.devices)
     waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
     if waits:
-        note(
-            f"{waits} of the words need a step of yours before maxbatch train; the table gives each"
-        )
+        rows = f"{waits} {'rows' if waits > 1 else 'row'}"
+        note(f"{rows} of the table need{'s' * (waits == 1)} you before maxbatch train")
     _note_foreign(output)
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0

@@ -239,8 +239,8 @@ def _dimensions(t: Translation, _: str) -> None:
         t.settings["base_num_kv_heads"] = str(int(heads))
     if hidden and heads and "kv_channels" not in t:
         t.settings["head_dim"] = str(int(hidden // heads))
-    if hidden and "ffn_hidden_size" not in t:
-        # Its default: 4 x hidden, or the same parameters in the three matrices of a gated MLP.
+    if hidden and not t.text("ffn_hidden_size"):
+        # Megatron-LM's default: 4 x hidden, or the same parameters in the three matrices of a gated MLP.
         width = int(4 * hidden * 2 / 3) // 64 * 64 if "swiglu" in t else int(4 * hidden)
         t.settings["base_mlp_dim"] = str(width)
 

@@ -180,7 +180,9 @@ class Translation:
     def assume(self, defaults: Mapping[str, str]) -> None:
         """Adds defaults of the other program, over existing ones."""
         self._defaults |= defaults
-        self._left |= dict.fromkeys(name for name in defaults if name not in self._left)
+        self._left |= dict.fromkeys(
+            name for name in defaults if name not in self._left and name not in self._taken
+        )
 
     def rename(self, word: str, name: str) -> None:
         """Takes a word as a synonym; if the synonym has another value, neither is supported."""

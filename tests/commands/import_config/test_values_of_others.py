@@ -162,6 +162,52 @@ def test_a_null_tokenizer_is_data_of_token_ids(tmp_path: Path) -> None:
     assert fates["tokenizer_type"].is_essential
 
 
+# Megatron-LM's defaults that our result does not have, and the words that state our result there.
+MEGATRONS_FORM = {
+    "swiglu": ("false", "--swiglu"),
+    "normalization": ("LayerNorm", "--normalization RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "--position-embedding-type rope"),
+    "hidden_dropout": ("0.1", "--hidden-dropout 0"),
+    "attention_dropout": ("0.1", "--attention-dropout 0"),
+    "disable_bias_linear": ("false", "--disable-bias-linear"),
+}
+DENSE = MEGATRON + "--num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+
+
+def test_a_minimal_command_of_megatron_names_each_default_that_differs(tmp_path: Path) -> None:
+    config, fates = imported("megatron", tmp_path / "m.sh", DENSE)
+    needed = {word: fate for word, fate in fates.items() if fate.fate == "needs you"}
+    assert {word: fate.value for word, fate in needed.items()} == {
+        word: f"{value} (default)" for word, (value, _) in MEGATRONS_FORM.items()
+    }
+    assert all(flag in needed[word].says for word, (_, flag) in MEGATRONS_FORM.items())
+    # defaults that our keys can have
+    assert fates["untie_embeddings_and_output_weights"].value == "false (default)"
+    assert (config.logits_via_embedding, config.normalization_layer_epsilon) == (True, 1e-5)
+
+
+@pytest.mark.parametrize("word", MEGATRONS_FORM)
+def test_a_stated_form_of_megatron_leaves_no_row_of_its_default(tmp_path: Path, word: str) -> None:
+    _, fates = imported("megatron", tmp_path / "m.sh", DENSE + MEGATRONS_FORM[word][1])
+    assert {name for name, fate in fates.items() if fate.fate == "needs you"} == (
+        MEGATRONS_FORM.keys() - {word}
+    )
+
+
+def test_a_default_of_megatron_that_another_word_replaces_has_no_row(tmp_path: Path) -> None:
+    flags = "--use-rotary-position-embeddings --layernorm-epsilon 1e-6"
+    config, fates = imported("megatron", tmp_path / "m.sh", DENSE + flags)
+    assert not {"position_embedding_type", "norm_epsilon"} & fates.keys()
+    assert config.normalization_layer_epsilon == 1e-6
+
+
+def test_nemos_width_of_an_mlp_does_not_follow_its_hidden_size(tmp_path: Path) -> None:
+    text = "python megatron_gpt_pretraining.py trainer.max_steps=10 model.hidden_size=1536"
+    config, fates = imported("nemo", tmp_path / "n.sh", text)
+    assert (config.base_mlp_dim, fates["ffn_hidden_size"].value) == (3072, "3072 (default)")
+    assert (config.normalization_layer_epsilon, "swiglu" in fates) == (1e-5, False)
+
+
 @pytest.mark.parametrize("name", ["nemo", "megatron"])
 def test_a_command_of_nemo_has_nemos_defaults(tmp_path: Path, name: str) -> None:
     text = (
