@@ -44,7 +44,7 @@ def rates(
     file does not state.
     """
     kind = t.text(word).lower()
-    warmup = _warmup(t, whole, most)
+    warmup = _no_warmup(t) if kind == "constant" else _warmup(t, kind, whole, most)
     if kind == "cosine_with_min_lr":
         _cosine_to_least_rate(t, word)
         return
@@ -87,7 +87,20 @@ def _cosine_to_least_rate(t: Translation, word: str) -> None:
         t.refuse(half, "0.5, half a wave")
 
 
-def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> float:
+_OF_WARMUP = ("warmup_steps", "warmup_ratio")
+
+
+def _no_warmup(t: Translation) -> float:
+    """Ignores the words of a warmup, which the schedule does not have; returns its share, 0."""
+    for word in _OF_WARMUP:
+        if word in t:
+            t.ignore(word, "constant has no warmup there; constant_with_warmup has one")
+        else:
+            t.drop(word)
+    return 0.0
+
+
+def _warmup(t: Translation, kind: str, whole: Callable[[float], int], most: int | None) -> float:
     """Takes the warmup; returns it as a share of the run."""
     steps, updates, ratio = (
         _steps_of(t),
@@ -95,22 +108,17 @@ def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> 
         t.number("warmup_ratio") or 0.0,
     )
     if updates >= 1:
-        if steps is None:
-            step = f"state warmup_steps_fraction = {updates:g} / the updates of the run, which maxbatch plan prints as "
-            t.need("warmup_steps", f"{step}total_steps", warmup_steps_fraction="0")
-            if "warmup_ratio" not in t:
-                t.drop("warmup_ratio")
-            return 0.0
-        share = min(1.0, updates / steps)
-        t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
         if "warmup_ratio" in t:
             t.ignore("warmup_ratio", "warmup_steps states it")
         else:
             t.drop("warmup_ratio")
+        if steps is None:
+            _need_share(t, updates, is_linear=kind == "linear")
+            return 0.0
+        share = min(1.0, updates / steps)
+        t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
         return share
-    unread = [
-        word for word in ("warmup_steps", "warmup_ratio") if word in t and t.number(word) is None
-    ]
+    unread = [word for word in _OF_WARMUP if word in t and t.number(word) is None]
     if unread:
         for word in unread:
             t.refuse(word, "a number")
@@ -122,14 +130,26 @@ def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> 
         share = min(share, most / steps) if most and is_default else share
         why = f"rounded {'up' if whole is math.ceil else 'down'} to whole steps, as there"
     elif share:
-        why = f"there rounded {'up' if whole is math.ceil else 'down'} to whole steps; max_steps would fix it here"
+        end = "at most one update later" if whole is math.ceil else "at most one update sooner"
+        bound = f", and after {most} updates at the latest" * bool(most and is_default)
+        why = f"there it ends with a whole update, {end}{bound}; max_steps beside it makes it exact"
     source = "warmup_ratio" if ratio and not updates else "warmup_steps"
-    for word in ("warmup_steps", "warmup_ratio"):
+    for word in _OF_WARMUP:
         if word in t or word == source:
             t.map(word, why, warmup_steps_fraction=f"{share:.12g}")
         else:
             t.drop(word)
     return share
+
+
+def _need_share(t: Translation, updates: float, is_linear: bool) -> None:
+    """Asks for the share of a warmup in updates, if the file does not state those of the run."""
+    rest = ", and wsd_decay_steps_fraction, which is 1 - that share" if is_linear else ""
+    step = (
+        f"no warmup until you state its share, {updates:g} / total_steps, which maxbatch plan "
+        f"prints{rest}; or state max_steps in the file"
+    )
+    t.need("warmup_steps", step, warmup_steps_fraction="0")
 
 
 def optimizer(t: Translation, word: str) -> None:

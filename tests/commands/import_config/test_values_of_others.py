@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import BatchPlan
+from maxbatch import BatchPlan, load_config
 from tests.helpers.imports import imported
 
 AXOLOTL = """
@@ -137,9 +137,51 @@ def test_a_warmup_in_updates_of_epochs_needs_a_step(tmp_path: Path) -> None:
     )
     assert (
         fates["warmup_steps"].fate == "needs you"
-        and "100 / the updates" in fates["warmup_steps"].says
+        and "100 / total_steps" in fates["warmup_steps"].says
     )
     assert fates["lora_dropout"].fate == "ignored"
+
+
+WARMUP = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_the_step_of_a_warmup_without_updates_states_all_that_has_to_change(
+    tmp_path: Path, kind: str
+) -> None:
+    words = WARMUP | {"warmup_steps": 100, "warmup_ratio": 0.3, "lr_scheduler_type": kind}
+    config, fates = imported("hf", tmp_path / "h.json", json.dumps(words))
+    assert (fates["warmup_steps"].fate, config.warmup_steps_fraction) == ("needs you", 0)
+    assert ("wsd_decay_steps_fraction" in fates["warmup_steps"].says) == (kind == "linear")
+    assert fates["warmup_ratio"].says == "warmup_steps states it"
+    share = 100 / 2500
+    stated = [f"warmup_steps_fraction={share}"]
+    stated += [f"wsd_decay_steps_fraction={1 - share}"] if kind == "linear" else []
+    assert load_config(tmp_path / "imported.yml", overrides=stated).warmup_steps_fraction == share
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("hf", "one update later"), ("axolotl", "one update sooner")]
+)
+def test_a_warmup_ratio_without_updates_is_a_share_and_says_how_it_is_rounded_there(
+    tmp_path: Path, name: str, end: str
+) -> None:
+    text = AXOLOTL if name == "axolotl" else "per_device_train_batch_size: 4\n"
+    config, fates = imported(name, tmp_path / "w.yml", f"{text}warmup_ratio: 0.1\n")
+    assert (config.warmup_steps_fraction, fates["warmup_ratio"].fate) == (0.1, "mapped")
+    assert f"{end}; max_steps beside it makes it exact" in fates["warmup_ratio"].says
+
+
+def test_axolotls_default_warmup_without_updates_names_its_bound(tmp_path: Path) -> None:
+    config, fates = imported("axolotl", tmp_path / "a.yml", AXOLOTL)
+    assert "after 100 updates at the latest" in fates["warmup_ratio"].says
+    assert config.warmup_steps_fraction == 0.03
+
+
+def test_a_constant_schedule_has_no_warmup_as_there(tmp_path: Path) -> None:
+    words = WARMUP | {"lr_scheduler_type": "constant", "warmup_steps": 100}
+    config, fates = imported("hf", tmp_path / "h.json", json.dumps(words))
+    assert (config.warmup_steps_fraction, fates["warmup_steps"].fate) == (0, "ignored")
 
 
 @pytest.mark.parametrize(("steps", "updates"), [(1000, 30), (10_000, 100)])
