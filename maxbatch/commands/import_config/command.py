@@ -172,6 +172,8 @@ def translated(
     if name in answered.SIGNS:
         raise ConfigError(f"{shown_path(path)}: {answered.answer(name, words)}")
     form = FORMATS[name]
+    if name == "llamafactory" and llamafactory.is_v1(words):
+        form = llamafactory.V1
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     counts_processes = (

@@ -1,12 +1,15 @@
-"""Rules of LLaMA-Factory's table: its data sets, which a file of its own describes, and its
-adapters.
+"""Rules of LLaMA-Factory's tables: its data sets, which a file of its own describes, its adapters,
+and its v1 schema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from maxbatch.commands.import_config import hf
+from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import per_device_equation
+from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.matrices import OF_PEFT
 from maxbatch.config.sections import RECORD_TYPES
@@ -156,9 +159,56 @@ def _targets(t: Translation, word: str) -> None:
         t.refuse(word, f"all, or a list of {', '.join(OF_PEFT)}", is_essential=True)
 
 
+_MICRO_BATCH = "micro_batch_size"  # of the v1 schema alone
+_SIGNS_OF_V1 = (
+    *(_MICRO_BATCH, "global_batch_size", "train_dataset", "model_class", "batching_strategy"),
+    *("dist_config", "peft_config", "kernel_config", "quant_config", "init_config"),
+    *("optim_config", "lr_scheduler_config"),
+)
+_SIGNS_OF_V0 = ("stage", "finetuning_type", "model_name_or_path", "per_device_train_batch_size")
+_OF_PAIRS = ("pref_loss", "pref_beta", "dpo_label_smoothing")
+
+
+def is_v1(words: Iterable[str]) -> bool:
+    """Returns whether words are of the v1 schema, whose words of the batch, the data and the model
+    differ.
+    """
+    names = {word.partition(".")[0] for word in words}
+    return not names.isdisjoint(_SIGNS_OF_V1) and names.isdisjoint(_SIGNS_OF_V0)
+
+
+def _equation(t: Translation) -> tuple[str, str]:
+    """Returns the batch as an equation in LLaMA-Factory's words, of either schema, and in ours."""
+    if not t.text(_MICRO_BATCH):
+        return per_device_equation("per_device_train_batch_size")(t)
+    rows, batch = t.text(_MICRO_BATCH), t.settings.get("global_batch_size")
+    replicas = "GPUs" if t.replica == 1 else f"GPUs / {t.replica} of a replica"
+    p = t.settings["per_device_batch_size"]
+    if batch:
+        return (
+            f"global_batch_size {batch} = micro_batch_size {rows} x {replicas} x micro-batches",
+            f"global_batch_size {batch}, in passes of at most per_device_batch_size {p} x devices",
+        )
+    return (
+        f"global batch = micro_batch_size {rows} x {replicas}",
+        f"per_device_batch_size {p} x devices",
+    )
+
+
 FORMAT = Format(
     "llamafactory",
-    per_device_equation("per_device_train_batch_size"),
+    _equation,
     {"data": _data, "alpha": _alpha, "targets_of": _targets},
     parent=hf.FORMAT,
+)
+V1 = Format(
+    "llamafactory_v1",
+    _equation,
+    {
+        "length": lambda t, _: length(t, "num_train_epochs"),
+        "parameters": take_parameters,
+        "targets_of": _targets,
+    },
+    {"states_pairs": lambda t, _: any(word in t for word in _OF_PAIRS)},
+    parent=TRAINER,
 )

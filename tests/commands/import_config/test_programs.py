@@ -256,6 +256,76 @@ def test_llama_factorys_stages_and_methods(tmp_path: Path) -> None:
         assert any(fate.is_essential for fate in fates.values())
 
 
+FACTORY_V1 = """
+model: models/small
+model_class: llm
+kernel_config: {name: auto}
+quant_config: null
+dist_config:
+  name: fsdp2
+  dcp_path:
+train_dataset: data/v1_sft_demo.yaml
+output_dir: outputs/run
+micro_batch_size: 2
+cutoff_len: 1024
+max_steps: 10
+sample_backend: hf
+"""
+
+
+def test_llama_factorys_v1_schema_has_its_own_words_and_defaults(tmp_path: Path) -> None:
+    config, fates = imported("llamafactory", tmp_path / "f.yaml", FACTORY_V1)
+    assert recognised_format(tmp_path / "f.yaml") == "llamafactory"
+    assert BatchPlan.from_config(config, 4).global_batch_size_to_train_on == 2 * 4
+    assert (config.steps, config.max_target_length, config.packing) == (10, 1024, False)
+    assert (config.learning_rate, config.adam_weight_decay) == (1e-4, 0.01)
+    assert (config.learning_rate_schedule, config.warmup_steps_fraction) == ("constant", 0)
+    assert (config.use_sft, config.tokenizer_path, config.lora_rank) == (True, "models/small", 0)
+    needed = {word for word, fate in fates.items() if fate.fate == "needs you"}
+    assert needed == {"train_dataset", "model", "bf16"}
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
+    # unstated sections have no row, those without a value have one
+    assert fates["quant_config"].fate == "ignored" and "peft_config" not in fates
+
+
+def test_llama_factorys_v1_batch_is_of_replicas(tmp_path: Path) -> None:
+    text = f"{FACTORY_V1}cp_size: 2\nglobal_batch_size: 32\n"
+    config, _ = imported("llamafactory", tmp_path / "f.yaml", text)
+    assert (config.ici_context_parallelism, config.per_device_batch_size) == (2, 1)
+    assert BatchPlan.from_config(config, 8).gradient_accumulation_steps == 32 // (2 * 4)
+
+
+def test_llama_factorys_v1_sections_are_adapters_optimizer_and_pairs(tmp_path: Path) -> None:
+    adapters = "peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: [q_proj]}\n"
+    muon = "optim_config: {name: muon, wd: 0.2, momentum: 0.9}\npref_beta: 0.3\n"
+    config, fates = imported("llamafactory", tmp_path / "f.yaml", FACTORY_V1 + adapters + muon)
+    assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (16, 32, "query")
+    assert fates["peft_config.lora_dropout"].value == "0.05 (default)"
+    assert fates["peft_config.lora_dropout"].fate == "needs you"
+    assert (config.opt_type, config.muon_beta, config.adam_weight_decay) == ("muon", 0.9, 0.2)
+    assert (config.use_dpo, config.dpo_beta, config.dataset_path) == (True, 0.3, "pairs.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("batching_strategy: dynamic_batching", "batching_strategy"),
+        ("peft_config: {name: freeze}", "peft_config.name"),
+        ("peft_config: {name: lora, adapter_name_or_path: a}", "peft_config.adapter_name_or_path"),
+        ("quant_config: {name: bnb}", "quant_config.name"),
+        ("pref_loss: simpo", "pref_loss"),
+        ("model_class: cls", "model_class"),
+    ],
+)
+def test_what_llama_factorys_v1_schema_has_alone_is_refused(
+    tmp_path: Path, line: str, word: str
+) -> None:
+    name = line.partition(":")[0]
+    text = "".join(row + "\n" for row in FACTORY_V1.split("\n") if not row.startswith(name))
+    _, fates = imported("llamafactory", tmp_path / "f.yaml", text + line)
+    assert fates[word].is_essential
+
+
 def test_a_split_of_llama_factorys_models_divides_its_rows(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"tensor_parallel": {"autotp_size": 2}}')
     for more in ("tensor_model_parallel_size: 2\n", "deepspeed: ds.json\n"):
