@@ -180,9 +180,8 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     if micro.denominator != 1:
         return Refusal(config, key, f"{product} must be a whole number of samples", {key: works})
     if micro % shards:
-        return Refusal(
-            config, key, f"{product} must be divisible by the {shards} batch shards", {key: works}
-        )
+        rule = f"{product} must be divisible by the {shards} batch shards"
+        return Refusal(config, key, rule, {key: works}, _padded_batch(config, int(micro), unit))
     parts = nearest_divisor(
         int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages
     )

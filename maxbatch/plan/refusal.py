@@ -18,6 +18,7 @@ MOST_TYPED = 500
 _MOST_TRIES = 8  # a refusal seldom needs more than two
 # keys that state a batch for all devices, which `batch_padding` keeps on any number of them
 _WHOLE_BATCHES = {"global_batch_size", "batch_size_schedule", "batch_size"}
+_OF_BATCH = _WHOLE_BATCHES | {"per_device_batch_size", "gradient_accumulation_steps"}
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Section)
 
@@ -27,10 +28,19 @@ class Refusal(ConfigError):
     unchanged.
 
     It is empty where the values are too long to type; the rule then names the part that is wrong.
+    `keeping` holds other values, which keep the samples of the batch; empty if there are none.
     """
 
-    def __init__(self, config: Keyed, name: str, rule: str, works: Mapping[str, Value]) -> None:
+    def __init__(
+        self,
+        config: Keyed,
+        name: str,
+        rule: str,
+        works: Mapping[str, Value],
+        keeping: Mapping[str, Value] | None = None,
+    ) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")
+        self.keeping = dict(keeping or {})
         self.works = {
             key: plain_number(v) if isinstance(v, Fraction) else v for key, v in works.items()
         }
@@ -81,7 +91,8 @@ def _satisfying(
                 padded = _satisfying(config, plan, works | {"batch_padding": True})
                 if padded and not padded.keys() & set(batches):
                     return padded
-            works = works | further.works
+            of_batch = further.works if _OF_BATCH & works.keys() else further.keeping
+            works = works | (of_batch or further.works)
         else:
             return works
     return None

@@ -111,6 +111,17 @@ def test_a_mesh_that_does_not_work_leads_to_one_that_keeps_the_stated_batch(
         plan_of(overrides, num_devices)
 
 
+def test_a_mesh_that_does_not_work_leads_to_one_that_keeps_rows_times_passes() -> None:
+    stated = ["per_device_batch_size=0.75", "gradient_accumulation_steps=6"]
+    stated += ["base_num_query_heads=10", "ici_tensor_parallelism=4"]
+    with pytest.raises(ConfigError, match="ici_tensor_parallelism=4: ") as refusal:
+        plan_of(stated, 32)
+    works = str(refusal.value).partition("works: ")[2].split()
+    changed = tuple(text.partition("=")[0] for text in works)
+    plan = plan_of([*(text for text in stated if not text.startswith(changed)), *works], 32)
+    assert plan.global_batch_size_to_train_on == 144  # 0.75 x 32 devices x 6
+
+
 def test_fractions_of_a_row_per_device_are_exact() -> None:
     overrides = [
         "ici_fsdp_parallelism=1",

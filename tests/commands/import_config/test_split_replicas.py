@@ -5,6 +5,7 @@ devices.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from maxbatch.commands.import_config.translation import SPLIT_AXES, Translation
 from maxbatch.config.words import rows
 from maxbatch.system.errors import ConfigError
 from tests.helpers.imports import imported
+from tests.programs.replicas import fault, random_case
 
 MEGATRON = "python pretrain_gpt.py --train-iters 10 --seq-length 512 --lr 1e-4 "
 AXOLOTL = """
@@ -223,6 +225,13 @@ def test_a_batch_of_too_few_rows_for_a_pipeline_keeps_its_samples_with_what_work
         BatchPlan.from_config(padded, 8).global_batch_size_to_train_on
         == micro * 8 // stages * passes
     )
+
+
+def test_random_replicas_of_other_programs_keep_their_batch(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    cases = [random_case(rng) for _ in range(80)]
+    faults = {case.text: found for case in cases if (found := fault(case, tmp_path))}
+    assert not faults
 
 
 def test_megatrons_step_schedule_is_sorted_as_there(tmp_path: Path) -> None:
