@@ -57,10 +57,11 @@ def run(args: Namespace) -> int:
     """
     config = config_of(args, needs=["stream"])
     recipe = config.recipe
-    if recipe.is_sampled:
+    if recipe.is_sampled and not args.bad:
         raise ConfigError(
             f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a "
-            "stream of prompts; works: batch_size=null, for documents"
+            "stream of prompts, but --bad lists their bad records; works: batch_size=null, for "
+            "documents"
         )
     first = args.first or 0
     stop = first + (args.count or _DEFAULT_COUNT)
@@ -70,7 +71,13 @@ def run(args: Namespace) -> int:
         )
         raise ConfigError(f"{flag}: {what}; leave out --first and --count")
     if args.bad:
-        _print_bad(bad_records(config.stream), args.json)
+        if recipe.is_sampled:
+            from maxbatch.rl.bad_prompts import bad_prompts
+
+            records = bad_prompts(config.prompting)
+        else:
+            records = bad_records(config.stream)
+        _print_bad(records, args.json)
         return 0
     stream = open_stream(config)
     if args.stats:

@@ -48,7 +48,7 @@ from maxbatch.system.warning import note
 # Part of every identity; raise it when the same settings give other prompts.
 _PROMPTS_VERSION = 1
 _TEXTS_AT_ONCE = 1024
-_RECORD = "the record"  # of a message, where its place is not known yet
+RECORD = "the record"  # of a message, where its place is not known yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +108,15 @@ class Prompts:
         return [Prompt(first + i, texts[i].text, tokens[i], records[i]) for i in range(count)]
 
 
+def refuse_mixture(config: PromptConfig) -> None:
+    """Raises ConfigError for a dataset with weights."""
+    if read_mixture(config) is not None:
+        raise ConfigError(
+            f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with "
+            "weights; files joined by ';' follow one another"
+        )
+
+
 class PromptSource:
     """The prompts of a config, for training and held out.
 
@@ -121,11 +130,7 @@ class PromptSource:
     def __init__(self, config: PromptConfig):
         self._config = config
         check_type(config.dataset_type)
-        if read_mixture(config) is not None:
-            raise ConfigError(
-                f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with "
-                "weights; files joined by ';' follow one another"
-            )
+        refuse_mixture(config)
         self._fraction = HeldOutFraction.of(config.eval_fraction)
         self._text = PromptText(self._config)
         self._held_out = None
@@ -229,6 +234,11 @@ class PromptText:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
 
+    def problem(self, error: ConfigError) -> str:
+        """Returns what is wrong with a record that was named `RECORD`, without the template."""
+        problem = str(error).removeprefix(f"prompt_template={shown(repr(self.template.text))}: ")
+        return problem.removeprefix(RECORD).lstrip(": ")
+
     def _messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
         """Returns a record's messages if its prompt is a conversation; raises ConversationError for
         broken ones.
@@ -290,12 +300,12 @@ def _read_dataset(
             reasons[kind_of(record.reason)] += 1
             continue
         try:
-            prompt = text.of(json.loads(record.json), _RECORD)
+            prompt = text.of(json.loads(record.json), RECORD)
         except ConfigError as error:
             first_problem = first_problem or _fault(text, record)
             if not config.skip_bad_records:
                 raise first_problem from None
-            reasons[kind_of(str(error).partition(f"{_RECORD}: ")[2])] += 1
+            reasons[kind_of(text.problem(error))] += 1
             continue
         if config.deduplicate:
             digest = record_digest(prompt.text.encode("utf-8"))

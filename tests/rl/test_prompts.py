@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.cli import main
 from maxbatch.config.config import Config
+from maxbatch.rl.bad_prompts import bad_prompts
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.training.weights.checkpoints import Checkpoints
@@ -200,6 +202,59 @@ def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> Non
     prompts = PromptSource(config(path, "skip_bad_records=true")).train()
     assert (prompts.num_prompts, prompts.skipped_records) == (2, 3)
     assert sorted(texts(prompts, 0, 2)) == ["Q: a\nA:", "Q: b\nA:"]
+
+
+def test_bad_prompts_are_the_records_that_training_leaves_out_or_refuses(tmp_path: Path) -> None:
+    path, held_out = tmp_path / "prompts.jsonl", tmp_path / "held-out.jsonl"
+    path.write_text(
+        '{"question": "a"}\n[1]\n{"question": "a", "id": 2}\n{"other": 1}\n{"question": "held"}\n'
+        f'{{"question": "{"b" * 99}"}}\n'
+    )
+    held_out.write_text('{"question": "held"}\n{"question": null}\n')
+    overrides = [f"eval_dataset_path={held_out}", "deduplicate=true"]
+    found = list(bad_prompts(config(path, *overrides, "skip_bad_records=true").prompting))
+    assert [(Path(bad.file).name, bad.record, bad.effect) for bad in found] == [
+        ("prompts.jsonl", 2, "left out"),
+        ("prompts.jsonl", 3, "left out"),
+        ("prompts.jsonl", 4, "left out"),
+        ("prompts.jsonl", 5, "left out"),
+        ("prompts.jsonl", 6, "refused"),
+        ("held-out.jsonl", 2, "left out"),
+    ]
+    assert found[1].reason == f"equal to record 1 of {path}"
+    assert found[2].reason == "has no field 'question'; its fields: 'other'"
+    assert found[3].reason == f"equal to record 1 of {held_out}"
+    assert "max_prefill_predict_length=" in found[4].reason
+    longer = ["max_prefill_predict_length=200", "max_target_length=256", "skip_bad_records=true"]
+    kept = PromptSource(config(path, *overrides, *longer)).train()
+    assert kept.num_prompts == 6 - len([bad for bad in found[:5] if bad.effect == "left out"])
+    without = list(bad_prompts(config(path, "max_prefill_predict_length=200").prompting))
+    assert [(bad.record, bad.effect) for bad in without] == [(2, "refused"), (4, "refused")]
+
+
+def test_the_line_about_left_out_prompts_has_every_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"other": 1}])
+    PromptSource(config(path, "skip_bad_records=true")).train()
+    assert "1 x has no field" in capsys.readouterr().err
+
+
+def test_the_command_lists_bad_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": ""}])
+    stated = [f"dataset_path={path}", "dataset_type=jsonl", "prompt_template={question}"]
+    assert main(["data", "rl", "--bad", "--json", *stated]) == 0
+    bad = json.loads(capsys.readouterr().out)
+    assert (bad["record"], bad["effect"], bad["reason"]) == (
+        2,
+        "refused",
+        "field 'question' is empty",
+    )
+
+
+def test_computed_prompts_have_no_bad_records() -> None:
+    with pytest.raises(ConfigError, match="--bad reads records, and these prompts are computed"):
+        list(bad_prompts(config("", kind="arithmetic").prompting))
 
 
 @pytest.mark.parametrize(
