@@ -35,7 +35,7 @@ def bad_prompts(config: PromptConfig) -> Iterator[BadRecord]:
             "computed; works: a dataset_type with files, such as jsonl"
         )
     refuse_mixture(config)
-    text, places = PromptText(config), dict[bytes, str]()
+    text, places = PromptText(config), dict[bytes, _Place]()
     if config.eval_dataset_path:
         held_out = list(_bad(config, "eval_dataset_path", text, places))
     yield from _bad(config, "dataset_path", text, places)

@@ -40,7 +40,7 @@ def refuse_foreign(run_dir: str) -> None:
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = subfolders(folder)
-        _refuse_foreign_best(run_dir, is_folder=BEST in names)
+        _refuse_foreign_best(run_dir)
     for step in sorted(map(int, filter(is_step, names)), reverse=True):
         with reading(folder):
             if is_own(folder / str(step)):
@@ -60,24 +60,28 @@ def refuse_foreign(run_dir: str) -> None:
         )
 
 
-def _refuse_foreign_best(run_dir: str, is_folder: bool) -> None:
+def _refuse_foreign_best(run_dir: str) -> None:
     """Raises ConfigError if `checkpoints/best` is a folder, or a file whose content is not ours."""
-    file = as_path(run_dir) / "checkpoints" / BEST
-    why = "a folder" if is_folder else ""
-    if not why:
-        try:
-            is_ours = read_best(file.parent) is not None or not _is_there(file)
-        except (StoreRefused, TrainingError):
-            raise
-        except ConfigError:
-            is_ours = False
-        why = "" if is_ours else "a file with other content"
-    if why:
+    if why := foreign_best(as_path(run_dir) / "checkpoints"):
         raise ConfigError(
             f"run_dir={run_dir}: checkpoints/{BEST} in it is {why}, not what maxbatch writes "
             "under that name, so nothing is written over it; move it away; works: "
             f"run_dir={shlex.quote(new_folder(run_dir))}"
         )
+
+
+def foreign_best(checkpoints: AnyPath) -> str:
+    """Returns what another program wrote as `best` in a run's `checkpoints/`; "" if it did not."""
+    file = checkpoints / BEST
+    if file.is_dir():
+        return "a folder"
+    try:
+        is_ours = read_best(checkpoints) is not None or not _is_there(file)
+    except (StoreRefused, TrainingError):
+        raise
+    except ConfigError:
+        is_ours = False
+    return "" if is_ours else "a file with other content"
 
 
 def new_folder(run_dir: str) -> str:

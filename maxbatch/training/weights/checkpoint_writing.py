@@ -23,12 +23,13 @@ import jax
 from maxbatch.parallel.hosts import report_to_first
 from maxbatch.parallel.trees import Tree
 from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint
-from maxbatch.runs.foreign import is_own
+from maxbatch.runs.foreign import foreign_best, is_own
 from maxbatch.runs.position import COMMITTED_FILE, is_committed, is_step
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, one_line, writing
 from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, remove_tree, subfolders
+from maxbatch.system.warning import warn_once
 from maxbatch.training.weights.shard_files import INDEX, Files, index_of, write_blocks
 from maxbatch.training.weights.shards import blocks_here, forms_of
 
@@ -72,6 +73,7 @@ class Save:
 
     Attributes:
       may_be_committed: whether the first host has begun to commit.
+      is_best_foreign: whether `checkpoints/best` is another program's, and was left as it is.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Save:
             for item, tree in items.items()
         }
         self._error: Exception | None = None
-        self.may_be_committed = False
+        self.may_be_committed = self.is_best_foreign = False
 
     def _own(self, step: int) -> AnyPath:
         """Returns a folder of this start of the run alone."""
@@ -176,15 +178,32 @@ class Save:
             self.may_be_committed = True
             move_tree(mark, final / COMMITTED_FILE)
         else:
+            if not is_own(final):
+                raise ConfigError(
+                    f"{final}: another program wrote it while this run trained, so nothing is "
+                    "written over it; move it away, and the run goes on from its newest checkpoint"
+                )
             remove_tree(final)
             self.may_be_committed = True
             move_tree(self._place, final)
         if self._best is not None:  # names a checkpoint that is there, before and after this write
-            write_atomically(self._folder / BEST, self._best.to_bytes())
+            self._write_best(self._best)
         if self._on_commit:
             self._on_commit(self._step)
         for step in self._old:
             self._remove(step)
+
+    def _write_best(self, best: BestCheckpoint) -> None:
+        """Names the best checkpoint, unless another program wrote a `best` meanwhile."""
+        self.is_best_foreign = bool(why := foreign_best(self._folder))
+        if why:
+            warn_once(
+                f"{self._folder / BEST} is {why}, which another program wrote; it stays, and the "
+                "best checkpoint is kept under its step, and named there once you have moved it "
+                "away"
+            )
+        else:
+            write_atomically(self._folder / BEST, best.to_bytes())
 
     def _write(self, path: str, content: bytes) -> None:
         file = self._place / path

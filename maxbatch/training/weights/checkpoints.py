@@ -29,6 +29,7 @@ from maxbatch.data.store.store import WHOLE_CONTENT
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint, read_best
+from maxbatch.runs.foreign import foreign_best
 from maxbatch.runs.position import (
     OLD_BASE,
     CheckpointRecord,
@@ -136,6 +137,7 @@ class Checkpoints:
         self._token = ""  # this start's own
         self._thread = ThreadPoolExecutor(1, "maxbatch-checkpoint")
         self._under_way: tuple[Save, Future[None]] | None = None
+        self._is_best_foreign = False  # another program's, so that a later save tries again
         self._started = self._saved = 0  # step of the last save begun; last step known to be saved
 
     def compile(
@@ -385,7 +387,7 @@ class Checkpoints:
         steps = sorted(self._steps | {position.step})
         best = self._best_of(position, steps, is_extra)
         old = self._old(steps, best)
-        new_best = best if best != self._best else None
+        new_best = best if best != self._best or self._is_best_foreign else None
         save = Save(
             self._folder,
             self._token,
@@ -401,13 +403,18 @@ class Checkpoints:
 
     def _read_best(self) -> BestCheckpoint | None:
         """Returns what `checkpoints/best` states, as the first host reads it."""
-        stated = broadcast(partial(read_best, self._folder))
+        stated = broadcast(self._stated_best)
         return BestCheckpoint(*stated) if stated else None
 
+    def _stated_best(self) -> BestCheckpoint | None:
+        return None if foreign_best(self._folder) else read_best(self._folder)
+
     def _forget_best(self) -> None:
-        """Removes a `checkpoints/best` that further evals, whose best is not kept, may prove
-        wrong.
+        """Removes a `checkpoints/best` of ours, which further evals, whose best is not kept, may
+        prove wrong.
         """
+        if foreign_best(self._folder):
+            return
         with writing(self._folder):
             (self._folder / BEST).unlink(missing_ok=True)
 
@@ -474,7 +481,9 @@ class Checkpoints:
         return step in (committed_steps(self._run_dir) if self._steps is None else self._steps)
 
     def has_best(self, step: int) -> bool:
-        """Returns whether the checkpoint of this step is kept as the best one."""
+        """Returns whether `checkpoints/best` names the checkpoint of this step."""
+        if foreign_best(self._folder):
+            return False
         best = read_best(self._folder) if self._best is None else self._best
         return best is not None and best.step == step
 
@@ -489,7 +498,7 @@ class Checkpoints:
             if not save.may_be_committed:
                 self._started = self._saved
             raise
-        self._saved = self._started
+        self._saved, self._is_best_foreign = self._started, save.is_best_foreign
 
     def close(self) -> None:
         """Waits for the last save to commit; raises as `save` does."""

@@ -66,6 +66,66 @@ def test_the_best_stays_beside_the_newest_and_an_extra_one_goes_when_another_is_
     )
 
 
+def write_theirs(best: Path, what: str) -> None:
+    best.unlink(missing_ok=True)
+    if what == "a folder":
+        best.mkdir(parents=True)
+        (best / "model.bin").write_text("theirs")
+    else:
+        best.parent.mkdir(parents=True, exist_ok=True)
+        best.write_text("theirs")
+
+
+@pytest.mark.parametrize("what", ["a folder", "a file with other content"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_best_of_another_program_that_appears_during_a_run_stays_and_training_goes_on(
+    state: TrainState,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    is_first: bool,
+) -> None:
+    best = tmp_path / "checkpoints" / BEST
+    with open_checkpoints(tmp_path, keep=1) as checkpoints:
+        if not is_first:
+            save(checkpoints, state, 1, BestEval(9.0, 1))
+            save(checkpoints, state, 2, BestEval(9.0, 1, 1))  # waits for the first, writes no best
+        write_theirs(best, what)
+        save(checkpoints, state, 3, BestEval(2.0, 3))
+        save(checkpoints, state, 4, BestEval(2.0, 3, 1))
+        assert not checkpoints.has_best(3)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and f"{best} is {what}, which another program wrote" in lines[0]
+        assert (best / "model.bin" if best.is_dir() else best).read_text() == "theirs"
+        best.rename(tmp_path / "theirs")
+        save(checkpoints, state, 5, BestEval(2.0, 3, 2))
+    assert find_best(best).name == "3" and committed_steps(tmp_path) == [5, 3]
+
+
+def test_a_run_that_keeps_no_best_removes_none_of_another_program(
+    state: TrainState, tmp_path: Path
+) -> None:
+    write_theirs(tmp_path / "checkpoints" / BEST, "a file with other content")
+    with open_checkpoints(tmp_path, keeps_best=False) as checkpoints:
+        save(checkpoints, state, 2, BestEval(3.0, 2))
+    assert (tmp_path / "checkpoints" / BEST).read_text() == "theirs"
+
+
+def test_a_step_of_another_program_that_appears_during_a_run_ends_it_and_stays(
+    state: TrainState, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(ConfigError, match="checkpoints/4: another program wrote it"),
+        open_checkpoints(tmp_path) as checkpoints,
+    ):
+        save(checkpoints, state, 2, BestEval(3.0, 2))
+        theirs = tmp_path / "checkpoints" / "4" / "model.bin"
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs")
+        save(checkpoints, state, 4, BestEval(3.0, 2, 1))
+    assert theirs.read_text() == "theirs" and committed_steps(tmp_path)[-1] == 2
+
+
 def test_a_writer_killed_at_any_moment_leaves_a_best_checkpoint_that_is_there(
     state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
