@@ -58,7 +58,9 @@ def _sources(t: Translation, _: str) -> None:
     elif kinds <= {"completion", "pretrain"}:
         names = {str(item.get("field") or item.get("text_column") or "text") for item in sources}
         if len(names) > 1:
-            t.refuse("datasets", "one field for the text of all data sets", is_essential=True)
+            t.refuse(
+                "datasets", "must have one field for the text of all data sets", is_essential=True
+            )
             return
         FORMAT.translate(t, "texts")
         _take_sources(
@@ -68,10 +70,10 @@ def _sources(t: Translation, _: str) -> None:
         t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         _take_sources(t, sources, chats | {"sft_format": "alpaca"}, _ALPACA)
     elif kinds != {"chat_template"}:
-        rule = f"type {', '.join(sorted(kinds))}: completion, chat_template or alpaca"
+        rule = f"type {', '.join(sorted(kinds))}: must be completion, chat_template or alpaca"
         t.refuse("datasets", rule, is_essential=True)
     elif others := _unlike_ours(_without_messages(sources)):
-        rule = f"records with messages of role and content, without {', '.join(others)}"
+        rule = f"must have records with messages of role and content, without {', '.join(others)}"
         t.refuse("datasets", rule, is_essential=True)
     else:
         if all(map(_is_sharegpt, sources)):
@@ -127,7 +129,7 @@ def _pair_sources(t: Translation, _: str) -> None:
         return
     kinds = {str(item.get("type")) for item in sources}
     if not kinds <= set(_PAIR_KINDS):
-        rule = f"type {', '.join(sorted(kinds))}: {' or '.join(_PAIR_KINDS)}"
+        rule = f"type {', '.join(sorted(kinds))}: must be {' or '.join(_PAIR_KINDS)}"
         t.refuse("datasets", rule, is_essential=True)
         return
     FORMAT.translate(t, "templates")
@@ -196,19 +198,27 @@ def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[
     kind = kinds[0]
     assert isinstance(kind, dict), "checked by the caller"
     if any(other != kind for other in kinds):
-        t.refuse("datasets", "one type for all data sets", is_essential=True)
+        t.refuse("datasets", "must have one type for all data sets", is_essential=True)
         return
     if others := sorted(
         name for name, value in kind.items() if value and name not in _PROMPT_WORDS
     ):
-        t.refuse("datasets", f"a type of prompts without {', '.join(others)}", is_essential=True)
+        t.refuse(
+            "datasets",
+            f"must have a type of prompts without {', '.join(others)}",
+            is_essential=True,
+        )
         return
     texts = {name: str(kind.get(name) or default) for name, default in _PROMPT_WORDS.items()}
     fields = record_fields(
         {"prompt": texts["field_instruction"], "completion": texts["field_output"]}
     )
     if fields is None:
-        t.refuse("datasets", "fields whose names have no comma, colon or brace", is_essential=True)
+        t.refuse(
+            "datasets",
+            "must have fields whose names have no comma, colon or brace",
+            is_essential=True,
+        )
         return
     named = {"sft_format": "completion", **({"record_fields": fields} if fields else {})}
     formats = {texts["format"], texts["no_input_format"]}

@@ -131,7 +131,10 @@ def run(args: argparse.Namespace) -> int:
     waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
     if waits:
         rows = f"{waits} {'rows' if waits > 1 else 'row'}"
-        note(f"{rows} of the table need{'s' * (waits == 1)} you before maxbatch train")
+        note(
+            f"{rows} of the table need{'s' * (waits == 1)} you before maxbatch train: a step, or a "
+            "default that differs"
+        )
     _note_foreign(output)
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0

@@ -43,11 +43,11 @@ def _schedule(t: Translation, word: str) -> None:
     total, warmup = t.number(total_word), t.number(warmup_word)
     kind = _SCHEDULES.get(t.text(word))
     if autos:
-        t.refuse(word, f"updates for auto in {', '.join(autos)}")
+        t.refuse(word, f"needs updates in place of auto in {', '.join(autos)}")
     elif kind is None or total is None or warmup is None:
         t.refuse(
             word,
-            "WarmupLR, WarmupDecayLR or WarmupCosineLR with total_num_steps, the updates of the "
+            "must be WarmupLR, WarmupDecayLR or WarmupCosineLR with total_num_steps, the updates of the "
             "run",
         )
     else:

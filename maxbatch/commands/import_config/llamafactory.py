@@ -56,7 +56,9 @@ def _data(t: Translation, _: str) -> None:
         )
         t.need("dataset", step, dataset_path=files, dataset_type="jsonl")
     elif "dataset" in t:
-        t.refuse("dataset", "names of data sets, in stage pt, sft or dpo", is_essential=True)
+        t.refuse(
+            "dataset", "must be names of data sets, in stage pt, sft or dpo", is_essential=True
+        )
     held_out = [
         name.strip() for item in t.items("eval_dataset") for name in item.split(",") if name.strip()
     ]
@@ -156,7 +158,7 @@ def _targets(t: Translation, word: str) -> None:
     elif names and set(names) <= set(OF_PEFT):
         t.map(word, lora_targets=",".join(ours for name, ours in OF_PEFT.items() if name in names))
     else:
-        t.refuse(word, f"all, or a list of {', '.join(OF_PEFT)}", is_essential=True)
+        t.refuse(word, f"must be all, or a list of {', '.join(OF_PEFT)}", is_essential=True)
 
 
 _MICRO_BATCH = "micro_batch_size"  # of the v1 schema alone

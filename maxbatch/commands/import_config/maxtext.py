@@ -52,7 +52,9 @@ def _run_dir(t: Translation, word: str) -> None:
 
 
 def _unknown_schedule(t: Translation, _: str) -> None:
-    t.refuse("lr_schedule_type", "cosine, wsd or constant")  # on prompts the rate is taken already
+    t.refuse(
+        "lr_schedule_type", "must be cosine, wsd or constant"
+    )  # on prompts the rate is taken already
 
 
 def _decayed(t: Translation, word: str) -> None:
@@ -142,7 +144,7 @@ def _targets(t: Translation, word: str) -> None:
         if re.search(rf"(?<![a-z]){there}(?![a-z0-9])", t.text(word))
     ]
     if word in t and not found:
-        t.refuse(word, f"a pattern of {', '.join(_TARGETS)}", is_essential=True)
+        t.refuse(word, f"must be a pattern of {', '.join(_TARGETS)}", is_essential=True)
     else:
         t.map(word, lora_targets=",".join(found) if 0 < len(found) < len(_TARGETS) else "all")
 

@@ -48,7 +48,7 @@ def _text(t: Translation, word: str) -> None:
     if len(columns) == 1:
         t.map(word, text_field=columns[0])
     else:
-        t.refuse(word, "one field holds the text", is_essential=True)
+        t.refuse(word, "must be one field, which holds the text", is_essential=True)
 
 
 def _conversations(t: Translation, word: str) -> None:
@@ -57,7 +57,7 @@ def _conversations(t: Translation, word: str) -> None:
     if _columns(t) in (["messages"], ["prompt", "completion"]):
         t.ignore(word, "records with messages, or with prompt and completion, are read as they are")
     elif word in t:
-        t.refuse(word, "messages, or prompt and completion", is_essential=True)
+        t.refuse(word, "must be messages, or prompt and completion", is_essential=True)
 
 
 def _pairs(t: Translation, _: str) -> None:
@@ -74,7 +74,11 @@ def _pairs(t: Translation, _: str) -> None:
         prompt = next(column for column in columns if column not in ("chosen", "rejected"))
         t.need("train_data_columns", f"rename the field {prompt} of the records to prompt")
     else:
-        t.refuse("train_data_columns", "chosen and rejected, and perhaps prompt", is_essential=True)
+        t.refuse(
+            "train_data_columns",
+            "must be chosen and rejected, and perhaps prompt",
+            is_essential=True,
+        )
 
 
 def _of_pipelines(t: Translation, _: str) -> None:
@@ -117,7 +121,7 @@ def _hf(t: Translation, _: str) -> None:
     parts = [part for part in (name, t.text("hf_name"), t.text("hf_data_dir")) if part]
     path = files or f"{'/'.join(parts)}/*{t.text('train_split', 'train')}*.{kind}"
     if not files and not name:
-        t.refuse("hf_path", "the files of the data set", is_essential=True)
+        t.refuse("hf_path", "must name the files of the data set", is_essential=True)
         return
     for word in ("hf_train_files", "hf_path", "hf_name", "hf_data_dir", "train_split"):
         if word in t and word == "hf_path" and not files:
@@ -145,7 +149,7 @@ def _store_split(t: Translation, word: str) -> None:
     if len(shares) == 2 and None not in shares and total:
         t.map(word, "the second part", eval_fraction=f"{float((shares[1] or 0) / total):.12g}")
     else:
-        t.refuse(word, "two shares, such as 99,1", is_essential=True)
+        t.refuse(word, "must be two shares, such as 99,1", is_essential=True)
 
 
 def _tokenizer(t: Translation, _: str) -> None:
@@ -153,7 +157,9 @@ def _tokenizer(t: Translation, _: str) -> None:
     of_model = not path and name != "default"  # its tokenizer there is Hugging Face's
     kind = "huggingface" if of_model else t.text("tokenizer_type", "sentencepiece")
     if kind not in ("sentencepiece", "huggingface", "tiktoken"):
-        t.refuse("tokenizer_type", "sentencepiece, huggingface or tiktoken", is_essential=True)
+        t.refuse(
+            "tokenizer_type", "must be sentencepiece, huggingface or tiktoken", is_essential=True
+        )
         return
     if kind == "tiktoken":
         step = "the tokenizer.json of the same model, which gives the same tokens, in that folder"

@@ -57,7 +57,7 @@ def _scale(t: Translation) -> None:
     if scale <= 1:
         return
     if not scale.is_integer() or int(scale) & (int(scale) - 1):
-        t.refuse("global_parameter_scale", "a power of 2", is_essential=True)
+        t.refuse("global_parameter_scale", "must be a power of 2", is_essential=True)
         return
     each, rest = divmod(int(scale).bit_length() - 1, 3)
     heads, width = each + (rest > 0), each + (rest > 1)
@@ -72,7 +72,7 @@ def _scale(t: Translation) -> None:
     for word, power in powers.items():
         number = t.number(word) if word in t else float(_DEFAULTS[word])
         if number is None or not number.is_integer():
-            t.refuse(word, "a whole number", is_essential=True)
+            t.refuse(word, "must be a whole number", is_essential=True)
             return
         scaled[word] = str(int(number) << power)
         if word in t:
@@ -81,7 +81,11 @@ def _scale(t: Translation) -> None:
 
 
 def _no_family(t: Translation, word: str) -> None:
-    t.refuse(word, f"the family {t.text(word)}; there are {', '.join(FAMILIES)}", is_essential=True)
+    t.refuse(
+        word,
+        f"there is no family {t.text(word)}; there are {', '.join(FAMILIES)}",
+        is_essential=True,
+    )
 
 
 def _pattern(t: Translation, word: str) -> None:
@@ -108,7 +112,7 @@ def _activations(t: Translation, word: str) -> None:
     elif stated in _ACTIVATIONS:
         t.map(word, mlp_activations=stated)
     else:
-        t.refuse(word, f"one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
+        t.refuse(word, f"must be one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
 
 
 def _activation(t: Translation) -> str:

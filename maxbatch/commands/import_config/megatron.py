@@ -77,7 +77,7 @@ def _batch(t: Translation, _: str) -> None:
     micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
     is_stated = bool(batch) or "step_batch_size_schedule" in t
     if micro and not micro.is_integer():
-        t.refuse("micro_batch_size", "a whole number of rows", is_essential=True)
+        t.refuse("micro_batch_size", "must be a whole number of rows", is_essential=True)
     elif micro:
         stages = int(t.settings.get("ici_pipeline_parallelism", "1"))
         in_pass = stages if is_stated else 1
@@ -97,7 +97,7 @@ def _batch(t: Translation, _: str) -> None:
         if schedule is None:
             t.refuse(
                 "rampup_batch_size",
-                "whole steps from its start to the global batch",
+                "must be whole steps from its start to the global batch",
                 is_essential=True,
             )
         else:
@@ -107,7 +107,7 @@ def _batch(t: Translation, _: str) -> None:
     elif "rampup_batch_size" in t:
         t.refuse(
             "rampup_batch_size",
-            "START INCREMENT SAMPLES beside global_batch_size",
+            "must be START INCREMENT SAMPLES beside global_batch_size",
             is_essential=True,
         )
     if "step_batch_size_schedule" in t:
@@ -126,7 +126,7 @@ def _step_schedule(t: Translation) -> None:
     pairs = [entry.partition(":") for entry in t.text(word).replace(",", " ").split()]
     numbers = [(_counted(threshold), _counted(batch)) for threshold, _, batch in pairs]
     if not numbers or any(None in pair for pair in numbers):
-        t.refuse(word, "TOKENS:BATCH ..., with suffixes K, M, B and T", is_essential=True)
+        t.refuse(word, "must be TOKENS:BATCH ..., with suffixes K, M, B and T", is_essential=True)
         return
     tokens_of_unit, unit = (int(length), "") if length else (1, "t")
     stages = sorted(
@@ -136,7 +136,9 @@ def _step_schedule(t: Translation) -> None:
     )
     thresholds = [threshold for threshold, _ in stages]
     if thresholds[0] != 0 or len(set(thresholds)) < len(thresholds):
-        t.refuse(word, "thresholds that differ by samples, the first 0", is_essential=True)
+        t.refuse(
+            word, "must have thresholds that differ by samples, the first 0", is_essential=True
+        )
         return
     schedule = " ".join(
         f"{threshold}{unit if threshold else ''}:{batch}" for threshold, batch in stages
@@ -148,9 +150,7 @@ def _step_schedule(t: Translation) -> None:
     )
     t.map(word, why, batch_size_schedule=schedule)
     if "global_batch_size" in t:
-        t.refuse(
-            "global_batch_size", f"one of it and {word}, as Megatron-LM asks too", is_essential=True
-        )
+        t.refuse("global_batch_size", f"state it or {word}, as in Megatron-LM", is_essential=True)
 
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -207,7 +207,7 @@ def _rates(t: Translation, _: str) -> None:
             if decay and total and total[0] == unit:
                 t.map(f"lr_wsd_decay_{unit}", wsd_decay_steps_fraction=f"{decay / total[1]:.12g}")
     else:
-        t.refuse("lr_decay_style", "cosine, constant, linear or WSD")
+        t.refuse("lr_decay_style", "must be cosine, constant, linear or WSD")
     for unit in ("iters", "samples"):
         end = t.number(f"lr_decay_{unit}")
         if end and total == (unit, end):
@@ -266,7 +266,7 @@ def _losses(t: Translation, _: str) -> None:
     kind, layers = t.text("moe_router_load_balancing_type", "aux_loss"), t.number("num_layers")
     scope = _SCOPES.get(kind)
     if scope is None:
-        t.refuse("moe_router_load_balancing_type", " | ".join(_SCOPES))
+        t.refuse("moe_router_load_balancing_type", f"must be {' or '.join(_SCOPES)}")
     elif "moe_router_load_balancing_type" in t:
         t.ignore(
             "moe_router_load_balancing_type",
@@ -304,7 +304,7 @@ def _data(t: Translation, word: str) -> None:
     if len(items) > 1:
         weights = items[::2]
         if len(items) % 2 or not all(read_number(weight) for weight in weights):
-            t.refuse(word, "one prefix, or a weight before each", is_essential=True)
+            t.refuse(word, "must be one prefix, or a weight before each", is_essential=True)
             return
         path = ";".join(
             f"{name},{weight}" for name, weight in zip(items[1::2], weights, strict=True)

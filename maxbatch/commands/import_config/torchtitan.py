@@ -59,7 +59,7 @@ def _batch_of_tokens(t: Translation) -> None:
         else Fraction(1)
     )
     if length is None or tokens is None or parts is None:
-        t.refuse(_TOKENS, f"a number of tokens, beside {_LENGTH}", is_essential=True)
+        t.refuse(_TOKENS, f"must be a number of tokens, beside {_LENGTH}", is_essential=True)
         return
     rows = str(plain_number(tokens * parts / length / t.replica))
     why = (
@@ -84,7 +84,7 @@ def _rates(t: Translation, _: str) -> None:
     kind, ratio = t.text("lr_scheduler.decay_type"), t.number("lr_scheduler.decay_ratio")
     share = min(1.0, warmup / steps) if steps and warmup is not None else 0.0
     if not steps or warmup is None:
-        t.refuse("lr_scheduler.warmup_steps", "updates, beside training.steps")
+        t.refuse("lr_scheduler.warmup_steps", "must be updates, beside training.steps")
     else:
         t.map(
             "lr_scheduler.warmup_steps",
@@ -103,7 +103,7 @@ def _rates(t: Translation, _: str) -> None:
     elif kind == "cosine" and ratio is None:
         t.map("lr_scheduler.decay_type", learning_rate_schedule="cosine")
     else:
-        t.refuse("lr_scheduler.decay_type", "linear, or cosine without decay_ratio")
+        t.refuse("lr_scheduler.decay_type", "must be linear, or cosine without decay_ratio")
 
 
 def _model(t: Translation, _: str) -> None:

@@ -29,7 +29,7 @@ def length(t: Translation, epochs: str) -> None:
             t.drop(epochs)
         return
     if "max_steps" in t and t.number("max_steps") is None:
-        t.refuse("max_steps", "a number of updates", is_essential=True)
+        t.refuse("max_steps", "must be a number of updates", is_essential=True)
     elif "max_steps" in t:
         t.ignore("max_steps", "the epochs set the length")
     t.map(epochs, num_epochs=t.text(epochs))
@@ -56,7 +56,9 @@ def rates(
         "constant_with_warmup": {"learning_rate_schedule": "constant"},
     }.get(kind)  # fmt: skip
     if schedule is None:
-        t.refuse(word, "linear, cosine, cosine_with_min_lr, constant or constant_with_warmup")
+        t.refuse(
+            word, "must be linear, cosine, cosine_with_min_lr, constant or constant_with_warmup"
+        )
     else:
         t.map(word, "after the warmup, to the end of the run", **schedule)
     ratio = t.number("cosine_min_lr_ratio")
@@ -74,7 +76,9 @@ def _cosine_to_least_rate(t: Translation, word: str) -> None:
     stated = [name for name in (rate, share) if name in t]
     least, most = t.number(stated[0]) if len(stated) == 1 else None, t.number(peak)
     if least is None or not most:
-        t.refuse(word, f"min_lr or min_lr_rate in {_OF_SCHEDULE}, a number, beside learning_rate")
+        t.refuse(
+            word, f"needs min_lr or min_lr_rate in {_OF_SCHEDULE}, a number, beside learning_rate"
+        )
         return
     fraction = f"{least if stated == [share] else least / most:.12g}"
     final = {"learning_rate_schedule": "cosine", "learning_rate_final_fraction": fraction}
@@ -84,7 +88,7 @@ def _cosine_to_least_rate(t: Translation, word: str) -> None:
     if half in t and t.number(half) == 0.5:
         t.ignore(half, "half a wave")
     elif half in t:
-        t.refuse(half, "0.5, half a wave")
+        t.refuse(half, "must be 0.5, half a wave")
 
 
 _OF_WARMUP = ("warmup_steps", "warmup_ratio")
@@ -121,7 +125,7 @@ def _warmup(t: Translation, kind: str, whole: Callable[[float], int], most: int 
     unread = [word for word in _OF_WARMUP if word in t and t.number(word) is None]
     if unread:
         for word in unread:
-            t.refuse(word, "a number")
+            t.refuse(word, "must be a number")
         return 0.0
     share, why = min(1.0, updates or ratio), ""
     is_default = not updates and "warmup_ratio" not in t
@@ -160,7 +164,10 @@ def optimizer(t: Translation, word: str) -> None:
     ours = next((_OPTIMIZERS[known] for known in sorted(_OPTIMIZERS, key=len, reverse=True)
                  if re.match(rf"(distributed_?)?(fused_?)?{known}(_|$|8bit)", name)), "")  # fmt: skip
     if not ours or "8bit" in name:
-        t.refuse(word, "adamw, lion, adafactor, muon or sgd, with moments of the parameters' dtype")
+        t.refuse(
+            word,
+            "must be adamw, lion, adafactor, muon or sgd, with moments of the parameters' dtype",
+        )
         return
     t.map(word, opt_type=ours)
 
@@ -170,7 +177,7 @@ def betas(t: Translation, word: str) -> None:
     if len(pair) == 2:
         t.map(word, adam_b1=pair[0], adam_b2=pair[1])
     elif word in t:
-        t.refuse(word, "two numbers")
+        t.refuse(word, "must be two numbers")
 
 
 def seeds(t: Translation, word: str) -> None:
@@ -236,7 +243,9 @@ def _targets(t: Translation, _: str) -> None:
             if word in t:
                 t.map(word, lora_targets="all")
     elif not set(names) <= set(OF_PEFT):
-        t.refuse("lora_target_modules", f"a list of {', '.join(OF_PEFT)}", is_essential=True)
+        t.refuse(
+            "lora_target_modules", f"must be a list of {', '.join(OF_PEFT)}", is_essential=True
+        )
     elif names:
         targets = ",".join(ours for name, ours in OF_PEFT.items() if name in names)
         t.map("lora_target_modules", lora_targets=targets)

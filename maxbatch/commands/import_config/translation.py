@@ -274,7 +274,7 @@ class Translation:
         """Takes a word as devices that hold one replica between them, a factor of a mesh axis."""
         number = self.number(word)
         if number is None or number < 1 or not number.is_integer():
-            self.refuse(word, "a whole number of devices, from 1", is_essential=True)
+            self.refuse(word, "must be a whole number of devices, from 1", is_essential=True)
         elif number == 1:
             self.ignore(word, "1 has no effect")
         else:

@@ -81,7 +81,7 @@ def _batch(t: Translation, _: str) -> None:
     elif "generation_batch_size" in t and "steps_per_generation" in t:
         fault = "one of generation_batch_size and steps_per_generation"
     elif sizes is None or group is None or iterations is None:
-        fault = "whole numbers"
+        fault = "must be whole numbers"
     elif not sizes["per_batch"]:
         fault = f"generation_batch_size that {sizes['rows']} rows x {t.devices} devices divide"
     else:
@@ -153,7 +153,7 @@ def _lengths(t: Translation, _: str) -> None:
     if None in bounds.values():
         for word, bound in bounds.items():
             if bound is None:
-                t.refuse(word, "a number of tokens", is_essential=True)
+                t.refuse(word, "must be a number of tokens", is_essential=True)
         return
     (t.need if why else t.map)(prompt, why, max_prefill_predict_length=str(bounds[prompt]))
     t.map(
@@ -168,7 +168,9 @@ def _whole_batches(t: Translation, _: str) -> None:
     steps = t.settings.get("steps", "")
     if t.updates > 1 and steps.isdigit() and int(steps) % t.updates:
         t.refuse(
-            "max_steps", f"a multiple of {t.updates}, the updates per batch", is_essential=True
+            "max_steps",
+            f"must be a multiple of {t.updates}, the updates per batch",
+            is_essential=True,
         )
 
 
@@ -184,7 +186,7 @@ def _data(t: Translation, _: str) -> None:
         f"score_{i}" for i, _ in enumerate(weights, 1)
     ]
     if weights and len(names) != len(weights):
-        t.refuse("reward_weights", "one for each of reward_funcs")
+        t.refuse("reward_weights", "must be one for each of reward_funcs")
         weights = []
     take_rewards(t, "reward_funcs", "rewards.py", names or ["score"], weights)
     if weights:

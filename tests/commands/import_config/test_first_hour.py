@@ -185,7 +185,7 @@ def test_names_on_the_hub_are_shown_with_the_step_they_need(
     assert set(rows) == {"hf_path", "tokenizer_path"}
     assert "pip install huggingface_hub, or hf download someone/llama" in rows["tokenizer_path"]
     assert "--repo-type dataset someone/texts" in rows["hf_path"]
-    assert "2 of the words need a step" in captured.err
+    assert "2 rows of the table need you before maxbatch train: a step" in captured.err
     assert main(["plan", "maxbatch.yml", "--devices", "4"]) == 0
 
 

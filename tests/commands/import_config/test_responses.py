@@ -89,7 +89,7 @@ def test_trls_completions_become_prompts(
             "generation_batch_size",
             "one of",
         ),
-        ("loss_type: dr_grpo\n", 8, "loss_type", "grpo, bnpo, dapo"),
+        ("loss_type: dr_grpo\n", 8, "loss_type", "must be grpo, bnpo or dapo"),
         ("num_iterations: 3\n", 8, "max_steps", "a multiple of 3"),
     ],
 )
