@@ -14,7 +14,9 @@ import numpy as np
 
 Rows = dict[str, np.ndarray]  # tokens, segments: int32[N, L + 1], weights: float32[N, L + 1]
 Kind = Literal["padded", "masked", "packed", "full"]
+PRE_TRAINING = "pre_train.train"  # MaxText's module
 VOCABULARY = 256
+RESPONSES = 4  # to each prompt
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Case:
       taken_over: updates of theirs after which ours goes on with their checkpoint; 0: ours begins
         with their start.
       num_rows: of the data; None: as many as the updates read.
+      module: of MaxText's trainers, the one that runs.
+      whole_embedding: whether MaxText's logits are products with the embedding as it is, which its
+        own code rounds to bfloat16.
+      adapters: the arguments of PEFT's LoraConfig; None: all parameters are trained.
     """
 
     program: str
@@ -47,6 +53,9 @@ class Case:
     trainer: str = ""
     taken_over: int = 0
     num_rows: int | None = None
+    adapters: Mapping[str, object] | None = None
+    module: str = PRE_TRAINING
+    whole_embedding: bool = False
 
 
 def make_rows(kind: Kind, num_rows: int, length: int, seed: int) -> Rows:
@@ -78,7 +87,8 @@ def make_rows(kind: Kind, num_rows: int, length: int, seed: int) -> Rows:
 
 def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> None:
     """Writes `records.jsonl`, texts of random words for a trainer of TRL, and `tokenizer`, whose
-    tokens are words.
+    tokens are words. Records of GRPO have token ids of `RESPONSES` completions, of which some
+    end, and `rewards.py` scores their texts.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -88,10 +98,21 @@ def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> Non
     def words() -> str:
         return " ".join(map(str, rng.integers(1, end, rng.integers(3, 12))))
 
-    answers = ("chosen", "rejected") if trainer == "DPOTrainer" else ("completion",)
+    def completion() -> list[int]:
+        return [*map(int, words().split()), *([end] if rng.random() < 0.7 else [])]
+
+    answers = {
+        "SFTTrainer": {"completion": words},
+        "DPOTrainer": {"chosen": words, "rejected": words},
+        "GRPOTrainer": {"given": lambda: [completion() for _ in range(RESPONSES)]},
+    }[trainer]
     records = [
-        {"prompt": words() + " ", **{name: words() for name in answers}} for _ in range(num_records)
+        {"prompt": words() + " ", **{name: make() for name, make in answers.items()}}
+        for _ in range(num_records)
     ]
+    (folder / "rewards.py").write_text(
+        "def score(prompt, response, record):\n    return sum(map(int, response.split())) % 11 / 10\n"
+    )
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = Tokenizer(
         models.WordLevel({"<pad>": 0, **{str(word): word for word in range(1, end)}, "<end>": end})
@@ -108,7 +129,7 @@ def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> Non
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-_SMALL = {
+SMALL = {
     "base_emb_dim": "64",
     "base_num_query_heads": "4",
     "base_num_kv_heads": "2",
@@ -121,7 +142,7 @@ _SMALL = {
 
 def _maxtext(title: str, decoder_block: str, *settings: str, **case: object) -> Case:
     stated = dict(setting.split("=", 1) for setting in settings)
-    defaults = {**_SMALL, "per_device_batch_size": "4", "learning_rate": "1e-2"}
+    defaults = {**SMALL, "per_device_batch_size": "4", "learning_rate": "1e-2"}
     whole = {"model_name": "default", "decoder_block": decoder_block, **defaults, **stated}
     return Case("maxtext", title, whole, **case)  # type: ignore[arg-type]
 
@@ -135,7 +156,7 @@ def _trl(title: str, trainer: str, **arguments: object) -> Case:
     return Case("trl", title, settings, trainer=trainer, **case)  # type: ignore[arg-type]
 
 
-_EXPERTS = (
+EXPERTS = (
     "num_experts=4",
     "num_experts_per_tok=2",
     "base_moe_mlp_dim=128",
@@ -143,13 +164,13 @@ _EXPERTS = (
     "sparse_matmul=false",
 )
 _BALANCED = (
-    *_EXPERTS,
+    *EXPERTS,
     "load_balance_loss_weight=0.01",
     "gradient_accumulation_steps=2",
     "per_device_batch_size=2",
 )
-_DEEPSEEK = (
-    *_EXPERTS,
+DEEPSEEK = (
+    *EXPERTS,
     "attention_type=mla",
     "base_num_kv_heads=4",
     "first_num_dense_layers=1",
@@ -163,6 +184,14 @@ _DEEPSEEK = (
     "rope_type=yarn",
     "original_max_position_embeddings=8",
 )
+GEMMA3 = ("model_name=gemma3-4b", "base_num_decoder_layers=6", "sliding_window_size=8")
+_GRPO = {
+    "learning_rate": 1e-3,
+    "per_device_train_batch_size": 4 * RESPONSES,
+    "num_generations": RESPONSES,
+    "max_completion_length": 16,
+    "shuffle_dataset": False,
+}
 CASES = {
     "maxtext_llama2": _maxtext("llama2, cosine, unequal tokens", "llama2", checked=True),
     "maxtext_mixtral": _maxtext(
@@ -211,6 +240,19 @@ CASES = {
         packing=False,
         completion_only_loss=True,
     ),
+    "trainer_lora": _trl(
+        "`Trainer`, LoRA by PEFT",
+        "Trainer",
+        adapters={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        weight_decay=0.1,
+    ),
+    "trl_grpo": _trl(
+        "`GRPOTrainer`, given completions",
+        "GRPOTrainer",
+        **_GRPO,
+    ),
     "maxtext_mixtral_masked": _maxtext(
         "mixtral, balance loss, 2 passes of unequal tokens",
         "mixtral",
@@ -244,13 +286,11 @@ CASES = {
     ),
     "maxtext_llama2_sgd": _maxtext("llama2, `opt_type=sgd`", "llama2", "opt_type=sgd"),
     "maxtext_qwen3": _maxtext("qwen3", "qwen3", "use_qk_norm=true"),
-    "maxtext_deepseek": _maxtext("deepseek", "deepseek", *_DEEPSEEK),
+    "maxtext_deepseek": _maxtext("deepseek", "deepseek", *DEEPSEEK),
     "maxtext_gemma3": _maxtext(
         "gemma3",
         "gemma3",
-        "model_name=gemma3-4b",
-        "base_num_decoder_layers=6",
-        "sliding_window_size=8",
+        *GEMMA3,
         differs="`decoder_block`: the embedding holds √base_emb_dim times ours, and norms 1 + ours",
     ),
 }

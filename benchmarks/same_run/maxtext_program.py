@@ -1,21 +1,28 @@
-"""MaxText's own training on given rows: `python maxtext_program.py ROWS.npz START key=value ...`.
+"""MaxText's own training on given rows: `python maxtext_program.py [--whole-embedding] ROWS.npz
+START MODULE key=value ...`.
 
 ROWS holds tokens, segments and weights [N, L + 1] of N rows: L inputs and the L targets that follow
-them. START is a new folder for a checkpoint of the parameters before the first update. MaxText
-itself writes everything else: its metrics (`metrics_file`) and its checkpoints. Runs in MaxText's
-environment, which has no maxbatch.
+them. START is a new folder for a checkpoint of the parameters before the first update. MODULE is
+the trainer. MaxText itself writes everything else: its metrics (`metrics_file`) and its
+checkpoints. With `--whole-embedding` logits are products with the embedding as it is, which MaxText
+rounds to bfloat16. Runs in MaxText's environment, which has no maxbatch.
 """
 
+import importlib
 import os
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.layers import embeddings, nnx_decoders
 from maxtext.trainers.pre_train import train
 
-rows_file, start, *settings = sys.argv[1:]
+arguments = sys.argv[1:]
+has_whole_embedding = arguments[0] == "--whole-embedding"
+rows_file, start, module, *settings = arguments[has_whole_embedding:]
 rows = np.load(rows_file)
 
 
@@ -70,7 +77,16 @@ def keep_start(*arguments, **keywords):
     return made
 
 
+def attend_on_whole_embedding(query, table, attend_dtype, config, out_sharding=None):
+    """Returns logits as MaxText's `attend_on_embedding`, without rounding the table."""
+    return jnp.dot(query, table.T, preferred_element_type=attend_dtype)
+
+
+if has_whole_embedding:
+    for layers in (embeddings, nnx_decoders):
+        layers.attend_on_embedding = attend_on_whole_embedding
 set_up = train.train_utils.setup_train_loop
 train.train_utils.setup_train_loop = keep_start
 input_pipeline_interface.create_data_iterator = lambda config, mesh: (GivenRows(config), None)
-train.main(["train", *settings])
+trainer = importlib.import_module(module)
+trainer.main([trainer.__file__, *settings])  # by its own file MaxText finds the file of its config

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -18,10 +19,14 @@ import maxbatch
 from benchmarks.measurement import BenchmarkError
 from benchmarks.same_run.cases import Rows
 from benchmarks.same_run.figures import Update
+from benchmarks.same_run.given_completions import Completions, sampler_of
 from maxbatch.config.config import Config
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
+from maxbatch.rl import rollout
+from maxbatch.rl.run import train_policy
+from maxbatch.training.session import Outcome
 from maxbatch.training.update.state import TrainState, abstract_state
 from maxbatch.training.weights.parameters import open_parameters, open_source
 
@@ -36,8 +41,10 @@ class Trained(NamedTuple):
 
 def import_config(form: str, file: Path, output: Path) -> None:
     """Runs `maxbatch import`; raises BenchmarkError if it refuses the file."""
-    command = [sys.executable, "-m", "maxbatch", "import", form, str(file), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "maxbatch", "import", form, file, "--output", output]
+    done = subprocess.run(
+        [*map(str, command), "--devices", "1"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise BenchmarkError(
             f"maxbatch import {form} ended with {done.returncode}: {done.stderr.strip()}"
@@ -46,16 +53,32 @@ def import_config(form: str, file: Path, output: Path) -> None:
 
 def train(imported: Path, run_dir: Path, rows: Rows | None, overrides: Sequence[str]) -> Trained:
     """Trains what an import wrote, on given rows or on its own data."""
-    keys = [f"run_dir={run_dir}", "enable_checkpointing=true", "log_period=1000", *overrides]
-    config = maxbatch.load_config(str(imported), overrides=keys)
+    config = _config(imported, run_dir, overrides)
     stream = rows and [
         {name: array[row] for name, array in rows.items()} for row in range(len(rows["tokens"]))
     ]
-    outcome = maxbatch.train(config, stream=stream, devices=jax.devices()[:1])
+    return _trained(config, maxbatch.train(config, stream=stream, devices=jax.devices()[:1]))
+
+
+def train_on_completions(
+    imported: Path, run_dir: Path, completions: Completions, overrides: Sequence[str]
+) -> Trained:
+    """Trains the policy of an import on given completions."""
+    config = _config(imported, run_dir, overrides)
+    with mock.patch.object(rollout, "Sampler", sampler_of(completions)):
+        return _trained(config, train_policy(config, jax.devices()[:1]))
+
+
+def _config(imported: Path, run_dir: Path, overrides: Sequence[str]) -> Config:
+    keys = [f"run_dir={run_dir}", "enable_checkpointing=true", "log_period=1000", *overrides]
+    return maxbatch.load_config(str(imported), overrides=keys)
+
+
+def _trained(config: Config, outcome: Outcome) -> Trained:
     updates = [
         Update(line["loss"], line["grad_norm"], line["learning_rate"]) for line in outcome.history
     ]
-    return Trained(config, updates, f"{run_dir}/checkpoints/{outcome.position.step}")
+    return Trained(config, updates, f"{config.run_dir}/checkpoints/{outcome.position.step}")
 
 
 def abstract(config: Config) -> TrainState:

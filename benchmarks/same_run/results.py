@@ -73,8 +73,12 @@ def table() -> str:
 
 def write_table() -> None:
     """Writes the table into the page."""
-    text = PAGE.read_text()
-    PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + table() + text[text.index(END) :])
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
+
+
+def replaced(text: str, begin: str, end: str, table: str) -> str:
+    """Returns a page with the table between two marks replaced."""
+    return text[: text.index(begin) + len(begin)] + table + text[text.index(end) :]
 
 
 def _line(case: Case, result: Mapping[str, Any]) -> str:

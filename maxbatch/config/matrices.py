@@ -212,11 +212,24 @@ def global_head_dim(model: ModelConfig) -> int:
 
 def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
     """Returns the factor on a parameter's usual value in a model whose query weights hold the scale
-    of scores.
+    of scores, or whose embedding holds its factor.
     """
+    if model.gemma_weights_scaled and path == ("embedding",):
+        return math.sqrt(model.base_emb_dim)
     if not model.query_weights_scaled or path[-1] not in ("query", "query_bias"):
         return 1.0
     return 1 / math.sqrt(model.query_pre_attn_scalar or model.head_dim)
+
+
+def weight_offset(model: ModelConfig, path: ParameterPath) -> float:
+    """Returns what is added to a parameter's usual value in a model whose norms hold 1 + scale."""
+    holds_one = FAMILIES[model.decoder_block].norm_adds_one and not norms_add_one(model)
+    return 1.0 if holds_one and path[-1] == "scale" else 0.0
+
+
+def norms_add_one(model: ModelConfig) -> bool:
+    """Returns whether a norm multiplies by 1 + scale."""
+    return FAMILIES[model.decoder_block].norm_adds_one and not model.gemma_weights_scaled
 
 
 def moe_mlp_dim(model: ModelConfig) -> int:

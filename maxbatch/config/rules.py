@@ -284,6 +284,7 @@ def check_rules(config: AllKeys) -> None:
     _check_optimizer(config)
     _check_schedule(config)
     _check_query_scale(config)
+    _check_gemma_scale(config)
     _check_local_checkpoints(config)
     if config.lora_rank:
         _check_adapters(config)
@@ -369,6 +370,16 @@ def _check_query_scale(config: AllKeys) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise config.fault("query_weights_scaled", f"false beside {reason}", "false")
+
+
+def _check_gemma_scale(config: AllKeys) -> None:
+    """Raises ConfigError for another family whose embedding would hold Gemma's factor."""
+    if config.gemma_weights_scaled and not FAMILIES[config.decoder_block].scales_embedding:
+        rule = (
+            f"false beside decoder_block={config.decoder_block}, whose embedding has no factor "
+            "sqrt(base_emb_dim)"
+        )
+        raise config.fault("gemma_weights_scaled", rule, "false")
 
 
 def _check_local_checkpoints(config: AllKeys) -> None:

@@ -199,6 +199,9 @@ class RLConfig(Section, changes="responses, rewards or their loss"):
         "grpo (ratio of each token) | gspo-token (ratio of the sequence, its geometric mean)", PROGRAM)
     loss_agg_mode: Literal["token-mean", "sequence-mean", "sequence-mean-token-mean"] = key("token-mean",
         "token-mean | sequence-mean (sum over tokens) | sequence-mean-token-mean", PROGRAM)
+    advantage_scale: Literal["deviation", "sample_deviation", "none"] = key("deviation",
+        "the difference of a reward from its group's mean is divided by: deviation (over G) | sample_deviation (over "
+        "G - 1, plus 1e-4, as TRL's) | none (not divided; Liu et al. 2025)", PROGRAM, maxtext=OURS)
     grpo_epsilon: float = key(0.2, "the ratio of the policies is clipped to at least 1 - grpo_epsilon", PROGRAM, INSIDE)
     epsilon_high: float | None = key(None,
         "the ratio of the policies is clipped to at most 1 + epsilon_high; null: grpo_epsilon", PROGRAM, POSITIVE)
@@ -344,10 +347,15 @@ class ModelConfig(Section, changes="the model's computation"):
         "0.1 ln(1 + floor(tokens of the document so far / 8192))", MODEL)
     attn_logits_soft_cap: float = key(0, "c > 0: scores s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     final_logits_soft_cap: float = key(0, "c > 0: logits s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
+    z_loss_multiplier: float = key(0.0, "weight of the square of the log of the softmax's sum, added to a token's loss "
+        "in the gradient (Chowdhery et al. 2022); 0: off", PROGRAM, FROM_ZERO)
     query_pre_attn_scalar: float | None = key(None,
         "scores are divided by its root; null: head_dim", MODEL, POSITIVE, maxtext=OURS)
     query_weights_scaled: bool = key(False, "true: query weights hold that division, as MaxText's do, so the optimizer "
         "changes queries sqrt(head_dim) times as much", MODEL, maxtext=OURS)
+    gemma_weights_scaled: bool = key(False, "true: the embedding of a Gemma holds the factor sqrt(base_emb_dim), and "
+        "its norms hold 1 + scale, as MaxText's do, so the optimizer changes and decays other numbers", MODEL,
+        maxtext=OURS)
     trainable_position_size: int = key(-1,
         "positions with a trained embedding, in place of RoPE; -1: RoPE", MODEL, COUNT_OR_OFF, "positions")
     rope_max_timescale: float = key(10000, "RoPE base (Su et al. 2021)", MODEL, POSITIVE)

@@ -379,12 +379,15 @@ class Decoder(nnx.Module):
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
         self.dtype = jnp.dtype(config.dtype)
+        # of the embedding in the stream, if the family has one; the weights hold it or not
         self.embedding_scale = (
             math.sqrt(config.base_emb_dim)
             if FAMILIES[config.decoder_block].scales_embedding
             else None
         )
+        self.embedding_holds_scale = config.gemma_weights_scaled
         self.logits_soft_cap: float = config.final_logits_soft_cap
+        self.z_loss: float = config.z_loss_multiplier
         self.rope_keys = (
             None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
         )
@@ -675,7 +678,7 @@ class Decoder(nnx.Module):
         # the parameter.
         table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
         x_MxLxD = table_VxD[tokens_MxL]
-        if self.embedding_scale is not None:
+        if self.embedding_scale is not None and not self.embedding_holds_scale:
             x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
         if self.rope_keys is None:
             table_PxD = self.constrain(
@@ -690,7 +693,10 @@ class Decoder(nnx.Module):
 
     def output_projection(self) -> jax.Array:
         """Returns the matrix from the stream to the logits, [D, V], in `weight_dtype`."""
-        return self.output[...] if hasattr(self, "output") else self.embedding[...].T
+        if hasattr(self, "output"):
+            return self.output[...]
+        table_DxV = self.embedding[...].T
+        return table_DxV / self.embedding_scale if self.embedding_holds_scale else table_DxV
 
 
 def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:

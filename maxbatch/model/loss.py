@@ -34,6 +34,7 @@ class Rules(NamedTuple):
 
     constrain: Constrain = unconstrained
     soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
+    z_loss: float = 0.0  # weight of the square of the log of the softmax's sum, in the gradient
 
 
 _PLAIN = Rules()
@@ -52,7 +53,8 @@ def token_losses(
 
     Products take x's dtype and accumulate in float32; softmax statistics, losses and the two sums
     are float32. Differentiable once, in x, w and weights; an evaluation that asks for no gradient
-    computes none.
+    computes none. The gradient in x and w is that of the cross-entropies with `rules.z_loss`, whose
+    term the sum leaves out.
 
     Args:
       x_MxLxD: the last hidden state; the output projection is cast to its dtype.
@@ -99,7 +101,7 @@ def loss_sums_of(
     targets_MxL, weights_MxL = (
         jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL)
     )
-    rules = Rules(decoder.constrain, decoder.logits_soft_cap)
+    rules = Rules(decoder.constrain, decoder.logits_soft_cap, decoder.z_loss)
     w_DxV = decoder.output_projection()
     return token_losses(
         x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards=batch_shards, rules=rules
@@ -203,9 +205,9 @@ def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
 
 def _cross_entropy(
     x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, soft_cap: float
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the losses [T], exp(logits - max) [T, V], its sums over V [T, 1] and the logits [T,
-    V], in float32.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the losses [T], exp(logits - max) [T, V], its sums over V [T, 1], the logs of the sums
+    of exp(logits) [T, 1] and the logits [T, V], in float32.
     """
     logits_TxV = product(x_TxD, w_DxV, "td,dv->tv", out_dtype=jnp.float32)
     logits_TxV = soft_capped(logits_TxV, soft_cap)
@@ -213,21 +215,27 @@ def _cross_entropy(
     exp_TxV = jnp.exp(logits_TxV - peak_Tx1)
     exp_sum_Tx1 = jnp.sum(exp_TxV, axis=1, keepdims=True)
     target_Tx1 = jnp.take_along_axis(logits_TxV, targets_T[:, None], axis=1)
-    return (jnp.log(exp_sum_Tx1) + peak_Tx1 - target_Tx1)[:, 0], exp_TxV, exp_sum_Tx1, logits_TxV
+    log_Tx1 = jnp.log(exp_sum_Tx1) + peak_Tx1
+    return (log_Tx1 - target_Tx1)[:, 0], exp_TxV, exp_sum_Tx1, log_Tx1, logits_TxV
 
 
 def _losses_and_gradients(
-    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array, soft_cap: float
+    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array, rules: Rules
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the losses [T], and the weighted sum's gradients in x [T, D] and, in float32, in w
-    [D, V].
+    """Returns the losses [T], and the gradients of their weighted sum with the z-loss in x [T, D]
+    and, in float32, in w [D, V].
     """
-    losses_T, exp_TxV, exp_sum_Tx1, logits_TxV = _cross_entropy(x_TxD, w_DxV, targets_T, soft_cap)
+    soft_cap = rules.soft_cap
+    losses_T, exp_TxV, exp_sum_Tx1, log_Tx1, logits_TxV = _cross_entropy(
+        x_TxD, w_DxV, targets_T, soft_cap
+    )
     # The gradient of the logits is weight * (exp / sum - 1 at the target) = scale * (exp - sum at
     # the target). The scale multiplies the small factors of the two products, which saves a pass
     # over the large one.
     scale_Tx1 = weights_T[:, None] / exp_sum_Tx1
     is_target_TxV = jax.lax.broadcasted_iota(jnp.int32, exp_TxV.shape, 1) == targets_T[:, None]
+    if rules.z_loss:  # whose slope is 2 z log(sum) exp / sum
+        exp_TxV *= 1 + 2 * rules.z_loss * log_Tx1
     unscaled_TxV = exp_TxV - jnp.where(is_target_TxV, exp_sum_Tx1, 0.0)
     if soft_cap:
         unscaled_TxV *= 1 - jnp.square(logits_TxV / soft_cap)  # the slope of the cap
@@ -285,7 +293,7 @@ def _forward(
 ) -> tuple[jax.Array, Residuals]:
     w_DxV = rules.constrain(w_DxV, ("embed", axes.vocabulary))
     losses_and_gradients = jax.vmap(
-        partial(_losses_and_gradients, soft_cap=rules.soft_cap), in_axes=(0, None, 0, 0)
+        partial(_losses_and_gradients, rules=rules), in_axes=(0, None, 0, 0)
     )
 
     def add_piece(

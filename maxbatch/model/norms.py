@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import parameters
+from maxbatch.config.matrices import norms_add_one, parameters
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.parameters import add_parameters
 
@@ -65,7 +64,7 @@ def norm_of(
         config,
         name,
         epsilon,
-        FAMILIES[config.decoder_block].norm_adds_one if adds_one is None else adds_one,
+        norms_add_one(config) if adds_one is None else adds_one,
     )
 
 

@@ -12,8 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import Parameter, ParameterPath, parameters, weight_factor
+from maxbatch.config.matrices import (
+    Parameter,
+    ParameterPath,
+    norms_add_one,
+    parameters,
+    weight_factor,
+)
 from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.plan.partition import PARAMETER_RULES, WHOLE
@@ -143,9 +148,7 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
     )
     factors = () if factor == 1.0 else (factor,)
     if not (row.inputs or row.is_convolution or row.first == "decays"):
-        is_scale = (
-            row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
-        )
+        is_scale = row.path[-1].endswith("scale") and not norms_add_one(config)
         return jnp.full(shape, float(is_scale or row.first == "ones"), dtype)
     assert rngs is not None, "matrices are random"
     if row.first == "decays":

@@ -119,6 +119,9 @@ class PairRecipe(TrainedRecipe):
             raise config.fault(
                 "dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0"
             )
+        if config.z_loss_multiplier:
+            rule = "0 beside use_dpo, whose loss compares whole answers"
+            raise config.fault("z_loss_multiplier", rule, 0)
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> PairRecords:
         return PairRecords(tokenizer, completion_only=True)

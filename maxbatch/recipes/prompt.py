@@ -20,6 +20,7 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
         "its checkpoints",
         '""',
     ),
+    "z_loss_multiplier": ("0 beside batch_size: maxbatch rl trains on advantages", 0),
     "local_checkpoint_directory": ("empty beside batch_size: maxbatch rl keeps none", '""'),
 }
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")

@@ -18,7 +18,7 @@ import numpy as np
 from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.learner import Learner
-from maxbatch.rl.objective import Pairs, group_advantages
+from maxbatch.rl.objective import AdvantageScale, Pairs, group_advantages
 from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, score
@@ -38,6 +38,7 @@ class Workshop(NamedTuple):
     timeline: Timeline  # notified when the sampling side has work
     takes_turns: bool  # whether sampling must end before other work on its devices begins
     temperature: float  # of the sampling
+    advantage_scale: AdvantageScale
     length: int  # L
 
 
@@ -128,7 +129,7 @@ class CollectedBatch:
             self._read if self._is_whole else self.collecting(self._workshop.roller.take(params))
         ):
             kept = rollouts.pairs(self._trains_on(rollouts))
-            more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
+            more = (*kept[:4], self._advantages(kept.rewards_R))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
             while len(rows[0]) >= (size := min(batch.micro_batch_size, left)):
                 yield tuple(self._filled(array[:size]) for array in rows)
@@ -136,6 +137,9 @@ class CollectedBatch:
                 left = left - size or of_update
         if len(rows[0]):
             yield tuple(self._filled(array) for array in rows)
+
+    def _advantages(self, rewards_R: np.ndarray) -> np.ndarray:
+        return group_advantages(rewards_R, self._group, self._workshop.advantage_scale)
 
     def _filled(self, array: np.ndarray) -> np.ndarray:
         """Returns a chunk's rows with zeros after them: no tokens, no weight."""
@@ -234,7 +238,7 @@ class CollectedBatch:
         read, prompts = self.read, workshop.prompts.read(self.first, self.end - self.first)
         (rows,) = np.nonzero(self._trains_on(read))
         kept = read.pairs(rows)
-        advantages_R = group_advantages(kept.rewards_R, group)
+        advantages_R = self._advantages(kept.rewards_R)
         for number, row in enumerate(rows.tolist()):
             prompt = prompts[row // group]
             yield TrainedResponse(

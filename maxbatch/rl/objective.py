@@ -10,7 +10,8 @@ prompt.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,22 @@ class Pairs(NamedTuple):
     advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
 
 
+AdvantageScale = Literal["deviation", "sample_deviation", "none"]
+_LEAST_DEVIATION = 1e-4  # TRL's
 # Sums over the responses' tokens, besides the loss, by metric; "kl" only with `grpo_beta`.
 SUMS = ("tokens", "entropy", "clip_fraction", "old_policy_kl")
 
 
-def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
+def group_advantages(
+    rewards_B: np.ndarray, num_generations: int, scale: AdvantageScale = "deviation"
+) -> np.ndarray:
     """Returns each response's advantage within its prompt's group: (r - mean) / standard deviation.
 
     Args:
       rewards_B: float[B], with the responses to a prompt adjacent.
       num_generations: G.
+      scale: deviation: over G; sample_deviation: over G - 1, plus `_LEAST_DEVIATION`; none: r - mean
+        is not divided (Liu et al. 2025, Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
     Returns:
       float32[B]; 0 if all responses to a prompt have the same reward.
@@ -51,9 +58,15 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
     rewards_PxG = np.asarray(rewards_B, np.float64).reshape(-1, num_generations)
     differences_PxG = rewards_PxG - rewards_PxG.mean(axis=1, keepdims=True)
     deviations_Px1 = rewards_PxG.std(axis=1, keepdims=True)
+    divisors_Px1 = np.ones_like(deviations_Px1)
+    if scale == "deviation":
+        divisors_Px1 = deviations_Px1
+    elif scale == "sample_deviation":
+        unbiased = math.sqrt(num_generations / max(1, num_generations - 1))
+        divisors_Px1 = deviations_Px1 * unbiased + _LEAST_DEVIATION
     scaled_PxG = np.divide(
         differences_PxG,
-        deviations_Px1,
+        divisors_Px1,
         out=np.zeros_like(differences_PxG),
         where=deviations_Px1 > 1e-9,
     )

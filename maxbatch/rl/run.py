@@ -189,6 +189,7 @@ class OpenedPolicy:
             # hosts.
             takes_turns=must_take_turns(samplers) and (shares_devices or jax.process_count() > 1),
             temperature=config.decode_sampling_temperature,
+            advantage_scale=config.rl.advantage_scale,
             length=config.max_target_length,
         )
         return PlannedPolicy(self, plan, mesh, sampling_mesh, shares_devices, workshop)

@@ -254,7 +254,7 @@ def objective_of(
     """
     if make_model is None and loss is None:
         return None
-    for name in ("load_balance_loss_weight", "router_z_loss_weight"):
+    for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_multiplier"):
         if config[name]:
             raise ConfigError(
                 f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0"

@@ -91,6 +91,7 @@ def test_a_new_key_must_say_what_it_fixes() -> None:
 def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
     assert set(names_fixing(Fixes.MODEL)) == {
         "query_weights_scaled",
+        "gemma_weights_scaled",
         "mu_dtype",
         "base_emb_dim",
         "base_num_query_heads",

@@ -106,6 +106,18 @@ def test_every_family_is_read_as_it_was_written(family: str, tmp_path: Path) -> 
         assert_equal(read, params)
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_gemmas_factors_are_read_to_the_bit_where_the_weights_hold_them(
+    family: str, tmp_path: Path
+) -> None:
+    scaled = "query_weights_scaled=true" if family != "gemma3" else "query_weights_scaled=false"
+    config = config_of(family, "gemma_weights_scaled=true", scaled)
+    abstract = abstract_params(config)
+    params = random_like(abstract)
+    path = write_checkpoint(tmp_path, theirs(config, params))
+    assert_equal(read_all(path, config, abstract), params)
+
+
 @pytest.mark.parametrize("family", ["llama2", "mixtral"])
 def test_layers_that_are_not_scanned_are_read(family: str, tmp_path: Path) -> None:
     config = config_of(family)

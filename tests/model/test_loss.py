@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.model.decoder import Hidden
 from maxbatch.model.loss import MAX_LOGITS, Rules, token_losses
 from maxbatch.model.products import exchanges_tokens
+from maxbatch.model.scores import soft_capped
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, activation_constraint, unconstrained
 from tests.helpers.tiny import loss_sums
 
@@ -71,6 +72,25 @@ def test_value_and_gradients_equal_the_plain_loss(options: dict[str, int]) -> No
     got, expected = (jax.value_and_grad(f, (0, 1, 3))(*arrays) for f in (fused(**options), plain))
     assert_close(got, expected)
     assert_close(jax.jit(fused(**options))(*arrays), expected[0])
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_the_gradient_has_the_z_loss_and_the_value_has_not(soft_cap: float) -> None:
+    x, w, targets, weights = inputs()
+
+    def squares(x: jax.Array, w: jax.Array) -> jax.Array:
+        logits = soft_capped(jnp.einsum("mld,dv->mlv", x, w), soft_cap)
+        return jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weights)
+
+    plainly = fused(rules=Rules(soft_cap=soft_cap))
+    with_squares = fused(rules=Rules(soft_cap=soft_cap, z_loss=0.1))
+    got, without = (
+        jax.value_and_grad(f, (0, 1))(x, w, targets, weights) for f in (with_squares, plainly)
+    )
+    assert_close(got[0], without[0])
+    more = jax.tree.map(lambda square: 0.1 * square, jax.grad(squares, (0, 1))(x, w))
+    assert_close(got[1], jax.tree.map(jnp.add, without[1], more), 1e-5)
 
 
 def test_the_gradient_of_a_multiple_is_the_multiple() -> None:
@@ -212,6 +232,7 @@ class Echo:
 
     constrain = unconstrained
     logits_soft_cap = 0.0
+    z_loss = 0.0
 
 
 def test_each_token_is_predicted_from_the_one_before_with_its_own_weight() -> None:

@@ -86,6 +86,15 @@ def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations() -> No
     np.testing.assert_allclose(group_advantages(rewards, 4), [*expected, 0, 0, 0, 0], rtol=1e-6)
 
 
+def test_an_advantage_has_the_deviation_of_trl_or_none() -> None:
+    rewards = np.array([1.0, 0.0, 0.25, 1.0, 0.5, 0.5, 0.5, 0.5], np.float32)
+    difference = rewards[:4] - rewards[:4].mean()
+    by_trl = difference / (rewards[:4].std(ddof=1) + 1e-4)
+    for scale, expected in [("sample_deviation", by_trl), ("none", difference)]:
+        found = group_advantages(rewards, 4, scale)  # type: ignore[arg-type]
+        np.testing.assert_allclose(found, [*expected, 0, 0, 0, 0], rtol=1e-6)
+
+
 def test_clipping_and_divergence_are_counted_per_token() -> None:
     new, pairs = some_pairs()
     _, _, sums = pair_losses(jnp.asarray(new), pairs, load_config(overrides=["grpo_beta=0.1"]).rl)

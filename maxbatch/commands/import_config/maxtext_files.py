@@ -59,6 +59,8 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
             [word.lstrip("-") if "=" in word else word for word in line], shown_path(path)
         )
         own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
+        if run.program.endswith("train_sft_native"):  # which appends both to its command
+            own |= {"use_sft": "true", "use_tunix_gradient_accumulation": "false"}
         named = config_file_of(line)
         if bare := ", ".join(unset[1] for word in line if (unset := UNSET.fullmatch(word))):
             notes.append(

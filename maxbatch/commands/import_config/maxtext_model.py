@@ -11,7 +11,7 @@ from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
-from maxbatch.config.sections import KEYS
+from maxbatch.config.sections import KEYS, ModelConfig
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
@@ -20,10 +20,6 @@ _NORMALISING = tuple(
     if family.always_normalises and not family.has_experts_beside_mlp
 )
 _ACTIVATIONS = KEYS["mlp_activations"].choices
-_GEMMA_IS_STORED = (
-    "its embedding holds sqrt(base_emb_dim) times ours there and its norms 1 + ours, so an "
-    "optimizer moves and decays them differently"
-)
 _DEFAULTS = {
     "base_emb_dim": "2048",
     "base_num_query_heads": "16",
@@ -93,8 +89,7 @@ def _pattern(t: Translation, word: str) -> None:
     MaxText.
     """
     block = t.text(word)
-    why = _GEMMA_IS_STORED if block in ("gemma2", "gemma3") else ""
-    t.map(word, why, decoder_block=block, attention_type=FAMILIES[block].attention_type)
+    t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
 
 
 def _double_layers(t: Translation, _: str) -> None:
@@ -140,20 +135,40 @@ def _is_cycle(t: Translation, word: str) -> bool:
 _SCALING = ("llama2", "mistral", "mixtral", "gemma", "gemma2")
 
 
-def _scales_queries(t: Translation, _: str) -> bool:
+def _has_scaled_queries(t: Translation, _: str) -> bool:
     """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
     # a word with our name, which is mapped after the table's rows
     if t.text("use_qk_norm").lower() == "true":
         return False
+    model = _model(t)
+    return model is not None and model.decoder_block in _SCALING and not model.use_qk_norm
+
+
+def _scales_gemma(t: Translation, _: str) -> bool:
+    """Returns whether the family is a Gemma, whose embedding and norms hold their factors there."""
+    model = _model(t)
+    return model is not None and FAMILIES[model.decoder_block].scales_embedding
+
+
+def _ties_logits(t: Translation, _: str) -> bool:
+    """Returns whether logits are products with the embedding."""
+    stated, model = t.text("logits_via_embedding").lower(), _model(t)
+    return stated == "true" or (not stated and model is not None and model.logits_via_embedding)
+
+
+def _model(t: Translation) -> ModelConfig | None:
+    """Returns the model's keys as far as its preset and its block state them; None if its name is
+    known after the import only.
+    """
     name = t.settings.get("model_name", "default")
-    if name in presets():
-        model = load_config(overrides=[f"model_name={name}"]).model
-        block, has_norms = t.settings.get("decoder_block", model.decoder_block), model.use_qk_norm
-    elif name in ("default", "auto"):
-        block, has_norms = t.settings.get("decoder_block", "llama2"), False
-    else:
-        return False
-    return block in _SCALING and not has_norms and "lora_rank" not in t.settings
+    if name not in (*presets(), "default", "auto"):
+        return None
+    stated = [f"model_name={name}"] if name in presets() else []
+    model = load_config(overrides=stated).model
+    block = t.settings.get("decoder_block", t.text("decoder_block"))
+    if block not in FAMILIES:
+        block = model.decoder_block if stated else "llama2"
+    return model.replaced({"decoder_block": block})
 
 
 MODEL_RULES: Mapping[str, Rule] = {
@@ -165,7 +180,10 @@ MODEL_RULES: Mapping[str, Rule] = {
 }
 MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_preset": is_preset,
-    "scales_queries": _scales_queries,
+    "has_scaled_queries": _has_scaled_queries,
+    "scales_queries": lambda t, _: _has_scaled_queries(t, _) and "lora_rank" not in t.settings,
+    "scales_gemma": _scales_gemma,
+    "ties_logits": _ties_logits,
     "is_own": lambda t, _: not is_preset(t, _),
     "is_read": lambda t, word: t.is_read(word),
     "is_unread": lambda t, word: not t.is_read(word),

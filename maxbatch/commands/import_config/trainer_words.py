@@ -32,7 +32,14 @@ def length(t: Translation, epochs: str) -> None:
         t.refuse("max_steps", "must be a number of updates", is_essential=True)
     elif "max_steps" in t:
         t.ignore("max_steps", "the epochs set the length")
-    t.map(epochs, num_epochs=t.text(epochs))
+    why = (
+        "prompts of an epoch that fill no batch are left out there; here batches go on into the "
+        "next epoch"
+        if "batch_size" in t.settings
+        else "an epoch's last batch has the rows that are left there; here batches go on into the "
+        "next epoch"
+    )
+    t.map(epochs, why, num_epochs=t.text(epochs))
 
 
 def rates(

@@ -41,7 +41,7 @@ def read_shared(
     add = adder_of(place, abstract.sharding, exchange)
     # Values that are multiplied are rounded to the parameter's type once, afterwards, as on a
     # single host.
-    dtype = abstract.dtype if place.layout.factor == 1.0 else np.dtype(np.float32)
+    dtype = np.dtype(np.float32) if place.layout.is_scaled else abstract.dtype
     found = jax.jit(
         lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
     )()

@@ -21,6 +21,7 @@ from maxbatch.config.matrices import (
     first_layer,
     possible_parameters,
     weight_factor,
+    weight_offset,
 )
 from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.safetensors import StoredTensor
@@ -51,6 +52,12 @@ class TensorLayout(NamedTuple):
     heads: int = 1
     is_float32: bool = False  # whether it is float32 whatever the type of the others
     factor: float = 1.0  # of the parameter over the tensor
+    offset: float = 0.0  # of the parameter from the tensor times the factor
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the parameter has other values than the tensor."""
+        return (self.factor, self.offset) != (1.0, 0.0)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one
@@ -60,23 +67,27 @@ class TensorLayout(NamedTuple):
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
         """Returns a part of the tensor as a parameter of this shape; for NumPy a view, unless it
-        has a factor.
+        is scaled.
         """
         order = [axis for group in self.axes for axis in group]
         parameter = part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
-        return parameter if self.factor == 1.0 else _times(parameter, self.factor)
+        return _times_plus(parameter, self.factor, self.offset) if self.is_scaled else parameter
 
     def from_parameter(self, parameter: np.ndarray) -> np.ndarray:
         """Returns the parameter as its part of the tensor."""
         order = [axis for group in self.axes for axis in group]
         tensor = parameter.transpose(order).reshape(self.shape(parameter.shape))
-        return tensor if self.factor == 1.0 else _times(tensor, 1 / self.factor)
+        if not self.is_scaled:
+            return tensor
+        return _times_plus(tensor, 1 / self.factor, -self.offset / self.factor)
 
 
-def _times(array: Array, factor: float) -> Array:
-    """Returns an array in float32 times a factor: rounded once more only in a shorter type."""
+def _times_plus(array: Array, factor: float, offset: float) -> Array:
+    """Returns an array in float32 times a factor, plus an offset: rounded once more only in a
+    shorter type.
+    """
     scaled: Array = array.astype(np.float32) * np.float32(factor)
-    return scaled
+    return scaled + np.float32(offset) if offset else scaled
 
 
 def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
@@ -118,6 +129,7 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
             num_heads,
             row.is_float32,
             weight_factor(model, row.path),
+            weight_offset(model, row.path),
         )
     return found
 

@@ -19,6 +19,7 @@ from maxbatch.config.matrices import (
     Parameter,
     ParameterPath,
     first_layer,
+    norms_add_one,
     num_stacked,
     possible_parameters,
     weight_factor,
@@ -127,6 +128,12 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
     "qwen2": MaxTextFamily(_layer(norms=_LLAMA_NORMS)),
     "qwen3": MaxTextFamily(_layer(norms=_LLAMA_NORMS)),
     "qwen3_moe": MaxTextFamily(_layer(norms=_LLAMA_NORMS, experts="moe_block")),
+    "gemma": MaxTextFamily(
+        _layer(norms={ours: _GEMMA_NORMS[ours] for ours in _LLAMA_NORMS}),
+        scales_query=True,
+        adds_one=True,
+        scales_embedding=True,
+    ),
     "gemma2": MaxTextFamily(
         _layer(
             norms={
@@ -254,8 +261,8 @@ def _place(
         # A product with the scale and a bias without it would not be the same scores.
         factor = math.sqrt(model.head_dim) * weight_factor(model, row.path)
     if family.scales_embedding and within == "embedding":
-        factor = 1 / math.sqrt(model.base_emb_dim)
-    if family.adds_one and within.endswith("norm.scale"):
+        factor = weight_factor(model, row.path) / math.sqrt(model.base_emb_dim)
+    if family.adds_one and norms_add_one(model) and within.endswith("norm.scale"):
         offset = -1.0
     is_flat = family.flattens_head_norms and within in (
         "attention.query_norm.scale",

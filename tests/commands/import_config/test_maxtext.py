@@ -728,6 +728,7 @@ def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
         ("decoder_block: mixtral\nnum_experts: 4\nnum_experts_per_tok: 2\n", True),
         ("decoder_block: llama2\nuse_qk_norm: true\n", False),
         ("decoder_block: qwen3\nuse_qk_norm: true\n", False),
+        ("decoder_block: qwen2\nattention_bias: true\n", False),
         ("model_name: llama3.1-8b\n", True),
         ("model_name: mixtral-8x7b\n", True),
         ("model_name: gemma2-2b\n", True),
@@ -753,9 +754,42 @@ def test_queries_hold_their_scale_where_maxtexts_do(
         "decoder_block: gemma3\nsliding_window_size: 8",
     ],
 )
-def test_every_gemma_names_what_its_optimizer_does_differently(words: str, tmp_path: Path) -> None:
-    fates = imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}\n")[1]
-    assert "its norms 1 + ours, so an optimizer moves" in fates[words.split(":")[0]].says
+def test_every_gemma_holds_its_factors_in_the_weights_as_maxtexts_does(
+    words: str, tmp_path: Path
+) -> None:
+    text = f"{SYNTHETIC}{words}\ndtype: float32\nlogits_via_embedding: true\n"
+    config, fates = imported("maxtext", tmp_path / "run.yml", text)
+    assert config.gemma_weights_scaled
+    assert "rounded to bfloat16 there" in fates["dtype"].says
+
+
+def test_what_runs_beside_maxtext_found_is_said(tmp_path: Path) -> None:
+    def says(name: str, text: str) -> str:
+        fates = imported("maxtext", tmp_path / f"{name}.yml", f"{SYNTHETIC}{text}")[1]
+        return fates[name].says
+
+    experts = "decoder_block: mixtral\nnum_experts: 4\nnum_experts_per_tok: 2\n"
+    passes = "gradient_accumulation_steps: 2\nload_balance_loss_weight: 0.01\n"
+    assert "passes of unequal tokens" in says("gradient_accumulation_steps", experts + passes)
+    assert "unequal" not in says(
+        "gradient_accumulation_steps", f"{experts}gradient_accumulation_steps: 2\n"
+    )
+    adapters = (
+        "enable_lora: true\nlora_rank: 4\nlora_alpha: 8\nload_parameters_path: base/4/items\n"
+        "decoder_block: {}\n"
+    )
+    assert "sqrt(head_dim) times" in says("lora_rank", adapters.format("llama2"))
+    assert "sqrt" not in says("lora_rank", adapters.format("qwen3"))
+
+
+def test_the_native_trainer_of_fine_tuning_weighs_all_tokens_alike(tmp_path: Path) -> None:
+    line = (
+        "python3 -m maxtext.trainers.post_train.sft.{} hf_path=json hf_train_files=a.jsonl "
+        "tokenizer_path=tokenizer gradient_accumulation_steps=2 per_device_batch_size=1\n"
+    )
+    for module, has_means in [("train_sft", True), ("train_sft_native", False)]:
+        fates = imported("maxtext", tmp_path / f"{module}.sh", line.format(module))[1]
+        assert ("means" in fates["gradient_accumulation_steps"].says) is has_means
 
 
 @pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b"])

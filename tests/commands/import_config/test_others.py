@@ -67,6 +67,7 @@ def test_trainer_multiplies_rows_passes_and_gpus(tmp_path: Path) -> None:
         BatchPlan.from_config(config, 8, samples_per_epoch=1000).global_batch_size_to_train_on
         == 4 * 8 * 8
     )
+    assert "go on into the next epoch" in fates["num_train_epochs"].says
     assert (config.num_epochs, config.learning_rate, config.adam_b2, config.dtype) == (
         2,
         5e-5,
