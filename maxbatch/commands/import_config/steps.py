@@ -73,7 +73,8 @@ def take_checkpoint(t: Translation, word: str) -> None:
     if t.text("rope_type").startswith("llama3.1") and t.text("rope_use_scale").lower() == "false":
         # Its queries and keys are stored interleaved, as only rope_type=llama3.1 says here.
         t.refuse(
-            word, "stored for rope_type=llama3.1; without rope_use_scale no key of ours says so"
+            word,
+            "stored for rope_type=llama3.1, which no key of ours states without rope_use_scale",
         )
         return
     t.map(word, **{word: path})
