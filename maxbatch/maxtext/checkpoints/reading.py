@@ -9,14 +9,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
@@ -24,7 +21,7 @@ from maxbatch.config.matrices import ROUTED_BIAS, ParameterPath
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of
 from maxbatch.huggingface.arrays.reading import zeros_of
-from maxbatch.maxtext.checkpoints.exchange import read_shared, read_whole
+from maxbatch.maxtext.checkpoints.exchange import read_parameter, round_bytes
 from maxbatch.maxtext.checkpoints.folder import METADATA, ItemsFolder, open_items
 from maxbatch.maxtext.checkpoints.names import LAYER_AXIS, Place, places_of
 from maxbatch.maxtext.checkpoints.stored import StoredArray, open_arrays
@@ -35,7 +32,8 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, file_sizes
 
 _PARAMETERS = "params.params."  # prefix of the parameters' names
-_MOMENTS = ("mu", "nu")  # Adam's, in MaxText's first optimizer state
+# Adam's, in MaxText's first optimizer state: by what power of a parameter's factor they are multiplied
+_MOMENTS = {"mu": -1, "nu": -2}
 _MOST_NAMES = 3  # of arrays in a message
 _MOST_BYTES = 256 << 20  # of a file that describes arrays
 
@@ -137,10 +135,15 @@ class MaxTextCheckpoint:
         Raises:
           ConfigError: arrays are missing, unexpected, or of another shape than the config's.
         """
-        places, arrays = self._checked(config, abstract_params, _PARAMETERS)
+        reader_of = self._readers(config, abstract_params, _PARAMETERS)
 
         def read(part: State) -> State:
-            return _read_tree(part, places, arrays)
+            wanted = [
+                (abstract, reader_of(parameter_path(keys)))
+                for keys, abstract in jax.tree.leaves_with_path(part)
+            ]
+            whole: State = jax.tree.unflatten(jax.tree.structure(part), _read_all(wanted))
+            return whole
 
         return read
 
@@ -156,27 +159,41 @@ class MaxTextCheckpoint:
           ConfigError: there is no state, or it is of another model or optimizer.
         """
         self._require_state()
-        params = self.open(config, abstract_params)(abstract_params)
-        moments = {name: self._moments(config, abstract_params, name) for name in _MOMENTS}
+        of_params = self._readers(config, abstract_params, _PARAMETERS)
+        moments = {
+            name: self._readers(
+                config, abstract_params, f"{self._first_of_optimizer(name)}.params.", power
+            )
+            for name, power in _MOMENTS.items()
+        }
 
-        def leaf(keys: KeyPath, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-            fields = [entry.name for entry in keys if isinstance(entry, jax.tree_util.GetAttrKey)]
-            path = parameter_path(keys)
-            field = next((name for name in reversed(fields) if name != "value"), "")
+        def reader_of(keys: KeyPath) -> _Reader | None:
+            field, path = _field_of(keys), parameter_path(keys)
             if field in _MOMENTS and path:
-                return moments[field](path, abstract)
-            if field == "count" and not path:
-                count = self._scalar(self._first_of_optimizer("count"))
-                placed: jax.Array = jax.device_put(
-                    jnp.asarray(count, abstract.dtype), abstract.sharding
-                )
-                return placed
-            if field == "last_counts_NxE":  # MaxText keeps no counts of experts
-                return zeros_of(abstract)
+                return moments[field](path)
+            # MaxText keeps no counts of experts
+            if field == "last_counts_NxE" or _counts_updates(keys):
+                return None
             raise self._other_optimizer(f"ours has {'.'.join([field, *path])}")
 
-        opt_state = jax.tree.map_with_path(leaf, abstract_opt_state)
-        return params, opt_state
+        params = jax.tree.leaves_with_path(abstract_params)
+        opt_state = jax.tree.leaves_with_path(abstract_opt_state)
+        found = _read_all(
+            [
+                *((abstract, of_params(parameter_path(keys))) for keys, abstract in params),
+                *((abstract, reader_of(keys)) for keys, abstract in opt_state),
+            ]
+        )
+        for number, (keys, abstract) in enumerate(opt_state, len(params)):
+            if _counts_updates(keys):
+                count = self._scalar(self._first_of_optimizer("count"))
+                found[number] = jax.device_put(
+                    jnp.asarray(count, abstract.dtype), abstract.sharding
+                )
+        return (
+            jax.tree.unflatten(jax.tree.structure(abstract_params), found[: len(params)]),
+            jax.tree.unflatten(jax.tree.structure(abstract_opt_state), found[len(params) :]),
+        )
 
     def _require_state(self) -> None:
         if not self.has_state:
@@ -204,21 +221,26 @@ class MaxTextCheckpoint:
     def _scalar(self, name: str) -> np.ndarray:
         return open_arrays(self._folder, [name])[name].read(())
 
-    def _moments(
-        self, config: ModelConfig, abstract_params: State, field: str
-    ) -> Callable[[ParameterPath, jax.ShapeDtypeStruct], jax.Array]:
-        places, arrays = self._checked(
-            config, abstract_params, f"{self._first_of_optimizer(field)}.params."
-        )
-        power = -1 if field == "mu" else -2
+    def _readers(
+        self, config: ModelConfig, abstract_params: State, prefix: str, power: int = 1
+    ) -> Callable[[ParameterPath], _Reader | None]:
+        """Returns a function of a parameter's path; it returns None for an array that the
+        checkpoint does not have.
 
-        def read(path: ParameterPath, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        Args:
+          prefix: of the arrays, which are parameters or moments.
+          power: of the factor that multiplies parameters; 1 for parameters themselves.
+        """
+        places, arrays = self._checked(config, abstract_params, prefix)
+
+        def reader(path: ParameterPath) -> _Reader | None:
             if path not in places:
-                return zeros_of(abstract)
+                return None
             place = places[path]
-            return _read(arrays, place, abstract, place.factor**power, 0.0)
+            offset = place.offset if power == 1 else 0.0
+            return _Reader(arrays, place, (place.factor**power, offset))
 
-        return read
+        return reader
 
     def _checked(
         self, config: ModelConfig, abstract_params: State, prefix: str
@@ -288,110 +310,37 @@ class MaxTextCheckpoint:
         )
 
 
-def _read_tree(
-    part: State, places: Mapping[ParameterPath, Place], arrays: Mapping[str, StoredArray]
-) -> State:
-    """Reads parameters, the largest first, while most memory is free."""
-    leaves = jax.tree.leaves_with_path(part)
-    read: dict[int, jax.Array] = {}
+def _field_of(keys: KeyPath) -> str:
+    """Returns the field of an optimizer's state that a leaf belongs to."""
+    fields = [entry.name for entry in keys if isinstance(entry, jax.tree_util.GetAttrKey)]
+    return next((name for name in reversed(fields) if name != "value"), "")
+
+
+def _counts_updates(keys: KeyPath) -> bool:
+    return _field_of(keys) == "count" and not parameter_path(keys)
+
+
+class _Reader(NamedTuple):
+    """What reads one parameter, or its moment."""
+
+    arrays: Mapping[str, StoredArray]
+    place: Place
+    scale: tuple[float, float]  # a factor of MaxText's values, and what is then added
+
+
+def _read_all(wanted: Sequence[tuple[jax.ShapeDtypeStruct, _Reader | None]]) -> list[jax.Array]:
+    """Reads arrays, the largest first, while most memory is free; zeros for those without a
+    reader.
+    """
+    most_bytes = round_bytes([abstract for abstract, _ in wanted])
+    found: dict[int, jax.Array] = {}
     for number in sorted(
-        range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)
+        range(len(wanted)), key=lambda number: -math.prod(wanted[number][0].shape)
     ):
-        keys, abstract = leaves[number]
-        place = places.get(parameter_path(keys))
-        if place is None:
-            read[number] = zeros_of(abstract)
-        else:
-            read[number] = _read(arrays, place, abstract, place.factor, place.offset)
-    whole: State = jax.tree.unflatten(
-        jax.tree.structure(part), [read[number] for number in range(len(leaves))]
-    )
-    return whole
-
-
-def _read(
-    arrays: Mapping[str, StoredArray],
-    place: Place,
-    abstract: jax.ShapeDtypeStruct,
-    factor: float,
-    offset: float,
-) -> jax.Array:
-    """Returns one parameter, or its moment: MaxText's arrays, in our order of axes, times a factor,
-    plus an offset.
-    """
-    names = list(dict.fromkeys(place.arrays))
-    sharding = abstract.sharding
-    assert sharding is not None
-    if sharding.is_fully_addressable:
-        here = _assembled(
-            np, [read_whole(arrays[name]) for name in names], names, place, abstract, factor, offset
+        abstract, reader = wanted[number]
+        found[number] = (
+            zeros_of(abstract)
+            if reader is None
+            else read_parameter(reader.arrays, reader.place, abstract, reader.scale, most_bytes)
         )
-        # A copy, since an array of a CPU device may adopt host memory.
-        made: jax.Array = jax.make_array_from_callback(
-            abstract.shape, sharding, lambda index: np.array(here[index])
-        )
-        made.block_until_ready()
-        return made
-
-    assert isinstance(sharding, NamedSharding), "several hosts share a mesh"
-    stored = [
-        read_shared(arrays[name], _sharding_there(arrays[name], place, abstract, sharding))
-        for name in names
-    ]
-    assemble = jax.jit(
-        lambda *stored: _assembled(jnp, stored, names, place, abstract, factor, offset),
-        out_shardings=sharding,
-    )
-    whole: jax.Array = assemble(*stored)
-    return whole.block_until_ready()
-
-
-def _assembled(
-    xp: ModuleType,
-    stored: Sequence[Any],
-    names: Sequence[str],
-    place: Place,
-    abstract: jax.ShapeDtypeStruct,
-    factor: float,
-    offset: float,
-) -> Any:
-    """Returns MaxText's arrays as one parameter of ours.
-
-    Args:
-      xp: numpy or jax.numpy, whose arrays `stored` are.
-      names: of `stored`.
-    """
-    if not place.is_stacked:
-        value = stored[0]
-    elif len(names) == 1 and place.numbers == tuple(range(abstract.shape[0])):
-        value = xp.moveaxis(stored[0], LAYER_AXIS, 0)
-    else:
-        by_name = dict(zip(names, stored, strict=True))
-        layers = zip(place.arrays, place.numbers, strict=True)
-        value = xp.stack([_layer(xp, by_name[name], number) for name, number in layers])
-    if place.is_flat:
-        value = value.reshape(abstract.shape)
-    if place.is_interleaved:  # columns 0, 2, 4, ... there are the first half here
-        value = xp.concatenate([value[..., 0::2], value[..., 1::2]], axis=-1)
-    if (factor, offset) != (1.0, 0.0):
-        value = value.astype(np.float32) * np.float32(factor) + np.float32(offset)
-    return value.astype(abstract.dtype)
-
-
-def _layer(xp: ModuleType, layers: Any, number: int | None) -> Any:
-    return layers if number is None else xp.take(layers, number, axis=LAYER_AXIS)
-
-
-def _sharding_there(
-    array: StoredArray, place: Place, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding
-) -> NamedSharding:
-    """Returns the sharding of MaxText's array that moves least on its way to ours."""
-    if place.is_flat:  # a vector
-        return NamedSharding(sharding.mesh, P())
-    axes = [*sharding.spec, *[None] * (len(abstract.shape) - len(sharding.spec))]
-    if place.is_stacked:
-        of_layers, *axes = axes
-        if len(array.shape) > len(axes):
-            is_whole = array.shape[LAYER_AXIS] == abstract.shape[0]
-            axes.insert(LAYER_AXIS, of_layers if is_whole else None)
-    return NamedSharding(sharding.mesh, P(*axes))
+    return [found[number] for number in range(len(wanted))]

@@ -1,4 +1,4 @@
-"""Arrays of a MaxText checkpoint, read chunk by chunk through TensorStore
+"""Arrays of a MaxText checkpoint, read piece by piece through TensorStore
 (https://google.github.io/tensorstore).
 """
 
@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxbatch.maxtext.checkpoints.encoded import Encoding, Fill, encoding_of
 from maxbatch.maxtext.checkpoints.folder import ItemsFolder
+from maxbatch.maxtext.checkpoints.layout import Spans
 from maxbatch.system.errors import ConfigError, one_line
 from maxbatch.system.key_value_stores import key_value_store
 
-Spans = tuple[tuple[int, int], ...]  # begin and end along each axis
 _MOST_OPEN = 256  # arrays that are opened at a time
+_CACHE_BYTES = 1 << 20  # of metadata that all arrays share, such as where a store's values are
 
 
 class StoredArray(NamedTuple):
@@ -28,6 +31,7 @@ class StoredArray(NamedTuple):
     chunk_shape: tuple[int, ...]  # smallest part that can be read by itself
     store: Any  # tensorstore.TensorStore
     stated: str  # "key=path" of its checkpoint, for messages
+    encoding: Encoding | None  # None: only TensorStore reads its chunks, whole
 
     @property
     def chunks(self) -> list[Spans]:
@@ -48,6 +52,67 @@ class StoredArray(NamedTuple):
             part: np.ndarray = self.store[tuple(slice(*span) for span in spans)].read().result()
             return part
 
+    def pieces_of(self, chunk: Spans, sides: Sequence[int]) -> Iterator[Spans]:
+        """Yields the places in the array of a chunk's pieces in order; beyond the array's end they
+        are empty.
+
+        Args:
+          sides: of a piece; whole along all axes after the first that is neither 1 nor whole.
+        """
+        along = [
+            [
+                (min(first, size), min(first + side, begin + whole, size))
+                for first in range(begin, begin + whole, side)
+            ]
+            for (begin, _), side, whole, size in zip(
+                chunk, sides, self.chunk_shape, self.shape, strict=True
+            )
+        ]
+        yield from itertools.product(*along)
+
+    def read_pieces(
+        self, chunk: Spans, sides: Sequence[int], ahead_bytes: int
+    ) -> Iterator[np.ndarray]:
+        """Yields the values of a chunk's pieces (`pieces_of`), each valid until the next.
+
+        Args:
+          ahead_bytes: how much of the chunk is read before it is needed.
+
+        Raises:
+          ConfigError: the files are damaged, or cannot be read.
+        """
+        with _one_line_for(self.stated, self.name):
+            fill = self._opened(chunk, ahead_bytes)
+            if fill is None:
+                whole = self.read(chunk)
+                for piece in self.pieces_of(chunk, sides):
+                    places = zip(piece, chunk, strict=True)
+                    yield whole[
+                        tuple(
+                            slice(begin - first, end - first) for (begin, end), (first, _) in places
+                        )
+                    ]
+                return
+            # A chunk at an end of the array is stored as large as the others.
+            edges = [
+                [min(side, whole - first) for first in range(0, whole, side)]
+                for side, whole in zip(sides, self.chunk_shape, strict=True)
+            ]
+            memory = np.empty(math.prod(sides), self.dtype)
+            for piece, shape in zip(
+                self.pieces_of(chunk, sides), itertools.product(*edges), strict=True
+            ):
+                values = memory[: math.prod(shape)].reshape(shape)
+                fill(values)
+                yield values[tuple(slice(end - begin) for begin, end in piece)]
+
+    def _opened(self, chunk: Spans, ahead_bytes: int) -> Fill | None:
+        if self.encoding is None:
+            return None
+        numbers = (begin // side for (begin, _), side in zip(chunk, self.chunk_shape, strict=True))
+        num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+        return self.encoding.open(tuple(numbers), num_bytes, ahead_bytes)
+
 
 def open_arrays(folder: ItemsFolder, names: Sequence[str]) -> dict[str, StoredArray]:
     """Opens arrays of a checkpoint by name, without reading values.
@@ -59,7 +124,7 @@ def open_arrays(folder: ItemsFolder, names: Sequence[str]) -> dict[str, StoredAr
     tensorstore = import_tensorstore()
     # One context: its pool of cached metadata and its limits of concurrent reads hold for all
     # arrays together.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     opened: dict[str, StoredArray] = {}
     for first in range(0, len(names), _MOST_OPEN):
         some = names[first : first + _MOST_OPEN]
@@ -75,7 +140,13 @@ def open_arrays(folder: ItemsFolder, names: Sequence[str]) -> dict[str, StoredAr
                     for side, size in zip(_chunk_shape(store), store.shape, strict=True)
                 )
                 opened[name] = StoredArray(
-                    name, tuple(store.shape), store.dtype.numpy_dtype, chunk, store, folder.stated
+                    name,
+                    tuple(store.shape),
+                    store.dtype.numpy_dtype,
+                    chunk,
+                    store,
+                    folder.stated,
+                    encoding_of(store),
                 )
     return opened
 
