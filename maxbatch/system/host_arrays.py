@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import numpy as np
@@ -28,3 +29,13 @@ def copy_by_lines(source: np.ndarray, target: np.ndarray) -> None:
     for first in range(0, target.shape[-1], target.shape[-1] if whole else step):
         last = slice(first, None if whole else first + step)
         target[..., last] = source[..., last]
+
+
+def return_freed_memory() -> None:
+    """Returns freed memory to the system, where the allocator has a function for it, as glibc's.
+
+    Otherwise the allocator keeps some of it for each thread that has used it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -8,6 +8,8 @@ the value of a key; in zarr 3 it is a range of one, which an index at its end st
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-try:
-    import zstandard
-except ImportError:  # chunks that zstd compressed are then read whole
-    zstandard = None  # type: ignore[assignment]
+zstandard: Any = None
+with contextlib.suppress(ImportError):  # chunks that zstd compressed are then read whole
+    zstandard = importlib.import_module("zstandard")
 
 _IN_FLIGHT = 4  # ranges that are requested at a time
 _LEAST_RANGE = 64 << 10  # bytes
@@ -172,7 +173,7 @@ def _copied(part: bytes, memory: memoryview) -> int:
 
 def _filling(read_into: Callable[[memoryview], int]) -> Fill:
     def fill(values: np.ndarray) -> None:
-        memory = memoryview(values.reshape(-1).view(np.uint8))
+        memory = values.reshape(-1).view(np.uint8).data
         while memory:
             read = read_into(memory)
             if not read:

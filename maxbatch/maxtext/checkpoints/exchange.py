@@ -11,9 +11,11 @@ Shapes: H hosts of D devices.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.maxtext.checkpoints.layout import (
     Runs,
     Spans,
@@ -37,9 +40,11 @@ from maxbatch.maxtext.checkpoints.names import LAYER_AXIS, Place
 from maxbatch.maxtext.checkpoints.stored import StoredArray
 from maxbatch.parallel.hosts import gather
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.host_arrays import empty_aligned, return_freed_memory
 
-_MOST_ROUND, _LEAST_ROUND = 64 << 20, 256 << 10  # bytes of the pieces of all hosts
-_ROUNDS = 32  # of the size of a host's share
+_MOST_ROUND, _LEAST_ROUND = 256 << 20, 256 << 10  # bytes of the pieces of all hosts
+_ROUNDS = 64  # of the size of a host's share
+_SIZES = 8  # of what hosts send to each other in a round: from the most to this part of it
 _CHUNKS_AT_A_TIME = 4  # by a host that needs no other
 
 
@@ -52,7 +57,8 @@ def round_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
         assert leaf.sharding is not None
         part = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         share += part * len(leaf.sharding.addressable_devices)
-    return min(max(share // _ROUNDS, _LEAST_ROUND), _MOST_ROUND)
+    most = min(max(share // _ROUNDS, _LEAST_ROUND), _MOST_ROUND)
+    return 1 << (most.bit_length() - 1)  # as the buffers of a round, none of which is then larger
 
 
 def read_parameter(
@@ -86,44 +92,73 @@ def read_parameter(
         sorted({part for device, part in part_of.items() if device.process_index == host})
         for host in hosts
     ]
-    parts = {
-        part: np.empty([end - begin for begin, end in part], abstract.dtype)
-        for part in parts_of[here]
-    }
+    parts = _Parts(abstract, part_of)
     fault = ""
     for name in dict.fromkeys(place.arrays):
         runs = [[runs_of(place, name, abstract.shape, part) for part in of] for of in parts_of]
-        targets = [as_stored(place, parts[part]) for part in parts_of[here]]
+        targets = [[as_stored(place, one) for one in parts.memory[part]] for part in parts_of[here]]
         reading = _Reading(
             stored[name], lacks_layers(place, name), runs, targets, scale, here, most_bytes
         )
         failed = reading.read_own() if reading.is_local else reading.exchange(_mesh(part_of))
         fault = fault or failed
+    return_freed_memory()
     faults = [fault] if len(hosts) == 1 else gather(fault)
     if any(faults):
         raise ConfigError(next(filter(None, faults)))
-    return _placed(parts, part_of, abstract)
+    return parts.finished()
 
 
-def _placed(
-    parts: dict[Spans, np.ndarray],
-    part_of: dict[jax.Device, Spans],
-    abstract: jax.ShapeDtypeStruct,
-) -> jax.Array:
-    """Returns the parts on their devices; frees each as soon as its devices have it.
+class _Parts:
+    """Memory for this host's parts of a parameter, and then the parameter.
 
-    An array of a CPU device would adopt host memory, which an update could not then reuse.
+    CPU devices, which share the host's memory, have the parts at once: an array of theirs would
+    either be a copy or adopt the memory, which no update could then reuse.
     """
-    mine = {device: part for device, part in part_of.items() if part in parts}
-    placed: dict[jax.Device, jax.Array] = {}
-    for part in list(parts):
-        values = parts.pop(part)
-        for device in mine:
-            if mine[device] == part and device.process_index == jax.process_index():
-                placed[device] = jax.device_put(values, device, may_alias=False)
-                placed[device].block_until_ready()
-    here = [placed[device] for device in part_of if device in placed]
-    return jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, here)
+
+    def __init__(self, abstract: jax.ShapeDtypeStruct, part_of: dict[jax.Device, Spans]) -> None:
+        self._abstract = abstract
+        self._part_of = {
+            device: part
+            for device, part in part_of.items()
+            if device.process_index == jax.process_index()
+        }
+        self._on_cpu = None
+        if all(device.platform == "cpu" for device in self._part_of):
+            self._on_cpu = zeros_of(abstract).block_until_ready()
+        self.memory: dict[Spans, list[np.ndarray]] = defaultdict(
+            list
+        )  # of each part, or its copies
+        if self._on_cpu is not None:
+            for shard in self._on_cpu.addressable_shards:
+                self.memory[self._part_of[shard.device]].append(_memory_of(shard.data))
+        else:
+            for part in set(self._part_of.values()):
+                sides = [end - begin for begin, end in part]
+                self.memory[part].append(np.empty(sides, abstract.dtype))
+
+    def finished(self) -> jax.Array:
+        """Returns the parameter; all values are in the memory."""
+        if self._on_cpu is not None:
+            return self._on_cpu
+        assert self._abstract.sharding is not None
+        whole: jax.Array = jax.make_array_from_single_device_arrays(
+            self._abstract.shape,
+            self._abstract.sharding,
+            [
+                jax.device_put(self.memory[part][0], device)
+                for device, part in self._part_of.items()
+            ],
+        )
+        return whole.block_until_ready()
+
+
+def _memory_of(held: jax.Array) -> np.ndarray:
+    """Returns the memory of an array on a CPU device, which nothing else has seen yet."""
+    num_bytes = ctypes.c_uint8 * held.nbytes
+    memory = np.ctypeslib.as_array(num_bytes.from_address(held.unsafe_buffer_pointer()))
+    values: np.ndarray = memory.view(held.dtype).reshape(held.shape)
+    return values
 
 
 class _Reading:
@@ -132,7 +167,7 @@ class _Reading:
     Args:
       is_layer: whether it is one layer of a stack, without an axis of layers.
       runs: what each part of each host takes from it.
-      targets: this host's parts, with its axes.
+      targets: the memory of each of this host's parts and its copies, with the array's axes.
       scale: a factor of its values, and what is then added.
       here: this host's number.
       most_bytes: of the pieces of all hosts in a round.
@@ -143,7 +178,7 @@ class _Reading:
         array: StoredArray,
         is_layer: bool,
         runs: list[list[Runs]],
-        targets: list[np.ndarray],
+        targets: list[list[np.ndarray]],
         scale: tuple[float, float],
         here: int,
         most_bytes: int,
@@ -198,11 +233,12 @@ class _Reading:
             for of in self._runs
         )
         capacity = min(capacity, math.prod(self._sides)) * self._array.dtype.itemsize
-        words = -(-capacity // (4 * num_devices))  # that one device sends to one host
-        words = 1 << (words - 1).bit_length()  # of few sizes, each of which compiles
+        # What one device sends to one host, in few sizes, each of which compiles.
+        words = -(-max(capacity, self._ahead_bytes // _SIZES) // (4 * num_devices))
+        words = 1 << (words - 1).bit_length()
         mine, fault = self._values(), ""
         for pieces in itertools.zip_longest(*map(self._pieces, range(num_hosts))):
-            values, sent = None, np.zeros((num_devices, num_hosts, words), np.uint32)
+            values, sent = None, empty_aligned([num_devices, num_hosts, words], np.dtype(np.uint32))
             try:
                 values = next(mine, None)
             except ConfigError as error:
@@ -243,9 +279,10 @@ class _Reading:
     def _keep(self, piece: Spans, values: np.ndarray) -> None:
         """Puts what this host needs of a piece into its parts."""
         values = np.expand_dims(values, LAYER_AXIS) if self._is_layer else values
-        for runs, target in zip(self._runs[self._here], self._targets, strict=True):
-            for source, place in copies(runs, self._placed(piece)):
-                target[place] = self._scaled(values[source])
+        for runs, targets in zip(self._runs[self._here], self._targets, strict=True):
+            for copy in copies(runs, self._placed(piece)):
+                for target in targets:
+                    target[copy.target] = self._scaled(values[copy.source])
 
     def _pack(self, piece: Spans, values: np.ndarray, host: int, words_DxW: np.ndarray) -> None:
         """Puts what another host needs of a piece into the words that the devices send to it."""
@@ -266,11 +303,12 @@ class _Reading:
         """Puts what another host sent of its piece into this host's parts."""
         packed = words_DxW.reshape(-1).view(np.uint8)
         dtype, used = self._array.dtype, 0
-        for runs, target in zip(self._runs[self._here], self._targets, strict=True):
+        for runs, targets in zip(self._runs[self._here], self._targets, strict=True):
             for copy in copies(runs, self._placed(piece)):
                 size = math.prod(copy.shape) * dtype.itemsize
                 values = packed[used : used + size].view(dtype).reshape(copy.shape)
-                target[copy.target] = self._scaled(values)
+                for target in targets:
+                    target[copy.target] = self._scaled(values)
                 used += size
 
     def _scaled(self, values: np.ndarray) -> np.ndarray:

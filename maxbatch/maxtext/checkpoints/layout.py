@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
     at: int  # the first
     step: int  # from one to the next
-    count: int
+    length: int  # how many there are
     to: int  # where the first goes; the others follow it
 
     def inside(self, begin: int, end: int) -> tuple[slice, slice] | None:
@@ -32,7 +32,7 @@ class Run(NamedTuple):
         None if there are none.
         """
         first = max(0, -(-(begin - self.at) // self.step))
-        last = min(self.count, -(-(end - self.at) // self.step))
+        last = min(self.length, -(-(end - self.at) // self.step))
         if first >= last:
             return None
         at = self.at - begin + first * self.step
@@ -61,14 +61,14 @@ def copies(runs: Runs, piece: Spans) -> Iterator[Copy]:
         [both for run in of_axis if (both := run.inside(*span))]
         for of_axis, span in zip(runs, piece, strict=True)
     ]
-    for both in itertools.product(*along):
-        yield Copy(tuple(at for at, _ in both), tuple(to for _, to in both))
+    for chosen in itertools.product(*along):
+        yield Copy(tuple(at for at, _ in chosen), tuple(to for _, to in chosen))
 
 
 def most_values(runs: Runs, sides: Sequence[int]) -> int:
     """Returns how many values a part can take from a piece of these sides."""
     return math.prod(
-        min(side, sum(run.count for run in of_axis))
+        min(side, sum(run.length for run in of_axis))
         for side, of_axis in zip(sides, runs, strict=True)
     )
 
@@ -93,8 +93,8 @@ def runs_of(place: Place, name: str, shape: tuple[int, ...], part: Spans) -> Run
       part: its place in the parameter.
     """
     one_layer, inside = (shape[1:], part[1:]) if place.is_stacked else (shape, part)
-    runs = [(Run(begin, 1, end - begin, 0),) for begin, end in inside]
-    columns = range(one_layer[-1])
+    runs: list[tuple[Run, ...]] = [(Run(begin, 1, end - begin, 0),) for begin, end in inside]
+    columns = list(range(one_layer[-1]))
     if place.is_interleaved:  # columns 0, 2, 4, ... there are the first half here
         columns = [*columns[0::2], *columns[1::2]]
         runs[-1] = _runs(columns[slice(*inside[-1])])
@@ -128,10 +128,10 @@ def _runs(positions: Sequence[int]) -> tuple[Run, ...]:
     runs: list[Run] = []
     for to, at in enumerate(positions):
         last = runs[-1] if runs else None
-        if last and last.count == 1 and at > last.at:
-            runs[-1] = last._replace(step=at - last.at, count=2)
-        elif last and at == last.at + last.count * last.step:
-            runs[-1] = last._replace(count=last.count + 1)
+        if last and last.length == 1 and at > last.at:
+            runs[-1] = last._replace(step=at - last.at, length=2)
+        elif last and at == last.at + last.length * last.step:
+            runs[-1] = last._replace(length=last.length + 1)
         else:
             runs.append(Run(at, 1, 1, to))
     return tuple(runs)

@@ -19,6 +19,7 @@ from maxbatch.system.errors import ConfigError, one_line
 from maxbatch.system.key_value_stores import key_value_store
 
 _MOST_OPEN = 256  # arrays that are opened at a time
+_AT_A_TIME = 4  # threads that read files, each with memory of its own
 _CACHE_BYTES = 1 << 20  # of metadata that all arrays share, such as where a store's values are
 
 
@@ -124,7 +125,13 @@ def open_arrays(folder: ItemsFolder, names: Sequence[str]) -> dict[str, StoredAr
     tensorstore = import_tensorstore()
     # One context: its pool of cached metadata and its limits of concurrent reads hold for all
     # arrays together.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    context = tensorstore.Context(
+        {
+            "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
+            "file_io_concurrency": {"limit": _AT_A_TIME},
+            "data_copy_concurrency": {"limit": _AT_A_TIME},
+        }
+    )
     opened: dict[str, StoredArray] = {}
     for first in range(0, len(names), _MOST_OPEN):
         some = names[first : first + _MOST_OPEN]
