@@ -48,6 +48,7 @@ from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights.checkpoint_writing import Save, remove_unfinished
 from maxbatch.training.weights.checksums import (
     array_checksums,
+    checksums_by,
     combined,
     damage_of_state,
     lower_checksums,
@@ -148,7 +149,7 @@ class Checkpoints:
             compiled = background.start(
                 partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved))
             )
-            self._checksums = lambda state: jax.device_get(compiled.result()(state))
+            self._checksums = lambda state: checksums_by(compiled.result(), abstract.saved)(state)
 
     def newest(self) -> CheckpointRecord | None:
         """Returns the record of the newest checkpoint with sound JSON, or None.
@@ -310,7 +311,7 @@ class Checkpoints:
         """Compares a restored state with its record; returns the damage, or None."""
         if record.parameters is not None and self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
-            self._checksums = lambda state: jax.device_get(program(state))
+            self._checksums = checksums_by(program, abstract.saved)
         return damage_of_state(record, state, self._checksums)
 
     def _read_ahead(self, record: CheckpointRecord) -> tuple[bytes | None, str | None]:

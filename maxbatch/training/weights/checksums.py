@@ -7,9 +7,12 @@ word always changes it; swapped words or another array go unnoticed once in 2^32
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 import zlib
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +28,47 @@ from maxbatch.training.update.state import TrainState
 
 # From the Fibonacci lattice, so that indices within a device's array do not collide in a pattern.
 _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
+_MOST_READ = 1.1  # times the bytes of a tree
+# of an array: its shape, dtype and sharding
+Form: TypeAlias = tuple[tuple[int, ...], np.dtype, Sharding]
 
 
 def array_checksums(arrays: Tree) -> np.ndarray:
     """Returns the checksum of every array of a tree, uint32[leaves]; all hosts of the mesh must
     call it.
     """
-    sums: np.ndarray = jax.device_get(_program(_whole_on_all(arrays))(arrays))
-    return sums
+    return checksums_by(_program(_whole_on_all(arrays)), arrays)(arrays)
 
 
 def lower_checksums(abstract: Tree) -> jax.stages.Lowered:
-    """Lowers the checksum program for the shapes and shardings of a tree."""
-    lowered: jax.stages.Lowered = _program(_whole_on_all(abstract)).lower(abstract)
+    """Lowers the checksum program for the shapes and shardings of a tree.
+
+    It takes some arrays of each form, and runs several times over a tree. A compiler takes as long
+    for each array of a program, and a state has many arrays of few forms.
+    """
+    leaves = jax.tree.leaves(abstract)
+    first_run = [leaves[place] for place in _runs(abstract)[0]]
+    lowered: jax.stages.Lowered = _program(_whole_on_all(abstract)).lower(first_run)
     return lowered
+
+
+def checksums_by(
+    program: Callable[[list[jax.Array]], jax.Array], abstract: Tree
+) -> Callable[[Tree], np.ndarray]:
+    """Returns the function of `array_checksums` that runs a program of `lower_checksums`, for trees
+    of the same shapes and shardings.
+    """
+    runs = _runs(abstract)
+
+    def sums_of(arrays: Tree) -> np.ndarray:
+        leaves = jax.tree.leaves(arrays)
+        found = jax.device_get([program([leaves[place] for place in places]) for places in runs])
+        sums = np.zeros(len(leaves), np.uint32)
+        for places, of_run in zip(runs, found, strict=True):
+            sums[places] = of_run
+        return sums
+
+    return sums_of
 
 
 def combined(sums: np.ndarray) -> int:
@@ -111,10 +141,40 @@ def parameter_name(path: KeyPath) -> str:
 
 @functools.cache
 def _program(place: Sharding) -> jax.stages.Wrapped:
-    def sums(arrays: Tree) -> jax.Array:
-        return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(arrays)])
+    def sums(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([_checksum(x) for x in arrays])
 
     return jax.jit(sums, out_shardings=place)
+
+
+def _runs(arrays: Tree) -> list[list[int]]:
+    """Returns the places of the arrays of each run of the checksum program, the same number of each
+    form.
+
+    There are as many runs as read few bytes twice: an array of a rare form is in several.
+    """
+    forms: dict[Form, list[int]] = collections.defaultdict(list)
+    leaves = jax.tree.leaves(arrays)
+    for place, x in enumerate(leaves):
+        forms[x.shape, x.dtype, x.sharding].append(place)
+
+    def bytes_read(num_runs: int) -> int:
+        return sum(
+            num_runs * math.ceil(len(places) / num_runs) * math.prod(shape) * dtype.itemsize
+            for (shape, dtype, _), places in forms.items()
+        )
+
+    most = _MOST_READ * bytes_read(1)
+    num_runs = max(n for n in range(1, len(leaves) + 1) if n == 1 or bytes_read(n) <= most)
+
+    def of_run(run: int, places: list[int]) -> list[int]:
+        size = math.ceil(len(places) / num_runs)
+        return [places[min(run * size + i, len(places) - 1)] for i in range(size)]
+
+    return [
+        [place for places in forms.values() for place in of_run(run, places)]
+        for run in range(num_runs)
+    ]
 
 
 def _whole_on_all(arrays: Tree) -> Sharding:

@@ -111,12 +111,13 @@ def test_programs_without_collectives_worth_hiding_compile_without_the_flags_of_
     program: str, takes_all: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = started(tiny_config(), "v6e")
-    few = {"xla_tpu_scoped_vmem_limit_kib": "4096"}
+    effort = {"xla_optimization_level": "EFFORT_O0"}
+    few = {"xla_tpu_scoped_vmem_limit_kib": "4096", **effort}
     assert program_options(config.libtpu_flags, devices_of("v6e"), program) == few
     assert len(program_options(config.libtpu_flags, devices_of("v6e"), "eval-8")) > 10
     assert program_options("none", devices_of("v6e"), program) == {}
     monkeypatch.setenv(VARIABLE, "--xla_tpu_scoped_vmem_limit_kib=98304")
-    assert program_options(config.libtpu_flags, devices_of("v6e"), program) == {}, (
+    assert program_options(config.libtpu_flags, devices_of("v6e"), program) == effort, (
         "flags of the user win"
     )
 
