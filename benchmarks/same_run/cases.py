@@ -287,10 +287,8 @@ CASES = {
     "maxtext_llama2_sgd": _maxtext("llama2, `opt_type=sgd`", "llama2", "opt_type=sgd"),
     "maxtext_qwen3": _maxtext("qwen3", "qwen3", "use_qk_norm=true"),
     "maxtext_deepseek": _maxtext("deepseek", "deepseek", *DEEPSEEK),
-    "maxtext_gemma3": _maxtext(
-        "gemma3",
-        "gemma3",
-        *GEMMA3,
-        differs="`decoder_block`: the embedding holds √base_emb_dim times ours, and norms 1 + ours",
+    "maxtext_gemma3_whole": _maxtext(
+        "gemma3, its embedding not rounded", "gemma3", *GEMMA3, whole_embedding=True
     ),
+    "maxtext_z_loss": _maxtext("llama2, `z_loss_multiplier`", "llama2", "z_loss_multiplier=0.01"),
 }

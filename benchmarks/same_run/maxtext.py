@@ -65,7 +65,8 @@ def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) 
     else:
         begins = folder / "start" / "0"
         begin = [f"load_parameters_path={begins}"]
-    our_run = ours.train(folder / "imported.yml", folder / "ours", as_ours(rows), [length, *begin])
+    keys = [length, *begin, "tokenizer_type=byte", "tokenizer_path="]  # rows need no other
+    our_run = ours.train(folder / "imported.yml", folder / "ours", as_ours(rows), keys)
     model, state = our_run.config.model, ours.abstract(our_run.config)
     start = MaxTextCheckpoint(begins).open(model, state.params)(state.params)
     end = MaxTextCheckpoint(folder / "theirs")

@@ -50,6 +50,20 @@ def _sizes(translation: Translation) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "sample_deviation"),
+        ("scale_rewards: group\n", "sample_deviation"),
+        ("scale_rewards: none\n", "none"),
+        ("scale_rewards: false\n", "none"),
+    ],
+)
+def test_advantages_are_scaled_as_trls(text: str, expected: str, tmp_path: Path) -> None:
+    translation, _ = _read("trl", tmp_path / "t.yml", TRL + text)
+    assert translation.settings["advantage_scale"] == expected
+
+
+@pytest.mark.parametrize(
     ("text", "devices", "expected"),
     [
         ("", 8, (16, 8, 1, 1, 64)),
