@@ -5,7 +5,7 @@ differ, if they do.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -101,11 +101,12 @@ def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> Non
     def completion() -> list[int]:
         return [*map(int, words().split()), *([end] if rng.random() < 0.7 else [])]
 
-    answers = {
+    fields: dict[str, dict[str, Callable[[], object]]] = {
         "SFTTrainer": {"completion": words},
         "DPOTrainer": {"chosen": words, "rejected": words},
         "GRPOTrainer": {"given": lambda: [completion() for _ in range(RESPONSES)]},
-    }[trainer]
+    }
+    answers = fields[trainer]
     records = [
         {"prompt": words() + " ", **{name: make() for name, make in answers.items()}}
         for _ in range(num_records)
@@ -291,4 +292,16 @@ CASES = {
         "gemma3, its embedding not rounded", "gemma3", *GEMMA3, whole_embedding=True
     ),
     "maxtext_z_loss": _maxtext("llama2, `z_loss_multiplier`", "llama2", "z_loss_multiplier=0.01"),
+    "maxtext_sft": _maxtext(
+        "`train_sft_native`, trained on completions, 2 passes of unequal tokens",
+        "llama2",
+        "dataset_type=hf",
+        "hf_path=json",
+        "hf_train_files=chats.jsonl",
+        "tokenizer_path=tokenizer",
+        "gradient_accumulation_steps=2",
+        "per_device_batch_size=2",
+        rows="masked",
+        module="post_train.sft.train_sft_native",
+    ),
 }
