@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,6 +18,16 @@ def empty_aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + _LINE, np.uint8)
     first = -memory.ctypes.data % _LINE
     return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def zeros_to_copy(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns zeros that a CPU device copies and does not adopt, which take no memory themselves
+    until they are written to.
+    """
+    size, unaligned = math.prod(shape) * dtype.itemsize, _LINE // 4
+    # The allocator could give memory that was in use before.
+    pages = mmap.mmap(-1, size + unaligned, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint8, size, unaligned).view(dtype).reshape(shape)
 
 
 def copy_by_lines(source: np.ndarray, target: np.ndarray) -> None:

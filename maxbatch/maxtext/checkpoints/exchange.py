@@ -25,7 +25,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.maxtext.checkpoints.layout import (
     Runs,
     Spans,
@@ -40,7 +39,7 @@ from maxbatch.maxtext.checkpoints.names import LAYER_AXIS, Place
 from maxbatch.maxtext.checkpoints.stored import StoredArray
 from maxbatch.parallel.hosts import gather
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.host_arrays import empty_aligned, return_freed_memory
+from maxbatch.system.host_arrays import empty_aligned, return_freed_memory, zeros_to_copy
 
 _MOST_ROUND, _LEAST_ROUND = 256 << 20, 256 << 10  # bytes of the pieces of all hosts
 _ROUNDS = 64  # of the size of a host's share
@@ -123,32 +122,28 @@ class _Parts:
             for device, part in part_of.items()
             if device.process_index == jax.process_index()
         }
-        self._on_cpu = None
-        if all(device.platform == "cpu" for device in self._part_of):
-            self._on_cpu = zeros_of(abstract).block_until_ready()
+        self._on_cpu: dict[jax.Device, jax.Array] = {}
         self.memory: dict[Spans, list[np.ndarray]] = defaultdict(
             list
         )  # of each part, or its copies
-        if self._on_cpu is not None:
-            for shard in self._on_cpu.addressable_shards:
-                self.memory[self._part_of[shard.device]].append(_memory_of(shard.data))
-        else:
-            for part in set(self._part_of.values()):
-                sides = [end - begin for begin, end in part]
+        for device, part in self._part_of.items():
+            sides = [end - begin for begin, end in part]
+            if device.platform == "cpu":
+                zeros = jax.device_put(zeros_to_copy(sides, abstract.dtype), device)
+                self._on_cpu[device] = zeros.block_until_ready()
+                self.memory[part].append(_memory_of(zeros))
+            elif part not in self.memory:
                 self.memory[part].append(np.empty(sides, abstract.dtype))
 
     def finished(self) -> jax.Array:
         """Returns the parameter; all values are in the memory."""
-        if self._on_cpu is not None:
-            return self._on_cpu
+        held = self._on_cpu or {
+            device: jax.device_put(self.memory[part][0], device)
+            for device, part in self._part_of.items()
+        }
         assert self._abstract.sharding is not None
         whole: jax.Array = jax.make_array_from_single_device_arrays(
-            self._abstract.shape,
-            self._abstract.sharding,
-            [
-                jax.device_put(self.memory[part][0], device)
-                for device, part in self._part_of.items()
-            ],
+            self._abstract.shape, self._abstract.sharding, list(held.values())
         )
         return whole.block_until_ready()
 
