@@ -292,7 +292,8 @@ def test_a_host_holds_little_more_than_its_share_of_the_arrays(pod: Any) -> None
         made = [read(name) for name in shapes]
     share = sum(shard.data.nbytes for array in made for shard in array.addressable_shards)
     assert share == 3 * 4 * np.prod(shapes["a"]) // 4
-    assert peak.num_bytes <= 1.2 * share, peak.num_bytes / share
+    of_threads = 16 << 20  # that they still take at first; a chunk is four times as large
+    assert peak.num_bytes <= 1.2 * share + of_threads, peak.num_bytes / share
 
 
 @pytest.mark.parametrize(("share", "most"), [(0, 256 << 10), (2**30, 2**24), (2**40, 2**28)])
