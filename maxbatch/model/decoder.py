@@ -379,13 +379,15 @@ class Decoder(nnx.Module):
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
         self.dtype = jnp.dtype(config.dtype)
-        # of the embedding in the stream, if the family has one; the weights hold it or not
-        self.embedding_scale = (
+        scale = (
             math.sqrt(config.base_emb_dim)
             if FAMILIES[config.decoder_block].scales_embedding
             else None
         )
-        self.embedding_holds_scale = config.gemma_weights_scaled
+        # multiplies the embedding in the stream
+        self.embedding_scale = None if config.gemma_weights_scaled else scale
+        # is a factor of the embedding's weights, so it divides tied logits
+        self.held_scale = scale if config.gemma_weights_scaled else None
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.z_loss: float = config.z_loss_multiplier
         self.rope_keys = (
@@ -678,7 +680,7 @@ class Decoder(nnx.Module):
         # the parameter.
         table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
         x_MxLxD = table_VxD[tokens_MxL]
-        if self.embedding_scale is not None and not self.embedding_holds_scale:
+        if self.embedding_scale is not None:
             x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
         if self.rope_keys is None:
             table_PxD = self.constrain(
@@ -696,7 +698,7 @@ class Decoder(nnx.Module):
         if hasattr(self, "output"):
             return self.output[...]
         table_DxV = self.embedding[...].T
-        return table_DxV / self.embedding_scale if self.embedding_holds_scale else table_DxV
+        return table_DxV if self.held_scale is None else table_DxV / self.held_scale
 
 
 def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:
