@@ -77,7 +77,7 @@ class _Kept:
             LongList[object](),
             {"are_first": True},
         )
-        self._are_first = others["are_first"] is True
+        self._are_first = others.get("are_first") is True
         self.num_unknown = self.unknown_bytes = 0
         self._entries = LongList(
             self._found(lines if len(lines) == len(files) else itertools.repeat(""))
