@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from maxbatch.training.session import Outcome
     from maxbatch.training.weights.parameters import load_parameters
 
-__version__ = "0.5.0"
+__version__ = "0.6.0.dev0"
 
 __all__ = [
     "Audit",
