@@ -140,7 +140,6 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     shared = config.base_num_query_heads // config.base_num_kv_heads
     kv_heads = {1: _HEADS, config.base_num_query_heads: 1}.get(shared, _HEADS // 2)
     has_experts = config.num_experts > 1
-    attended = min(config.attention_output_dim, _WIDTH // 2)
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
@@ -153,7 +152,6 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "first_num_dense_layers": dense,
         "num_kv_shared_layers": last,
         "base_num_kv_heads": kv_heads,
-        "attention_output_dim": attended,
         "global_num_kv_heads": kv_heads if config.global_num_kv_heads else 0,
         "num_experts": _EXPERTS if has_experts else 1,
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),

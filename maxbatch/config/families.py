@@ -44,14 +44,14 @@ class Family:
     """
 
     decoder_block: str
-    model_type: str = ""  # in the transformers library; empty: it has no such family
-    architecture: str = ""  # the class of its causal language model
+    model_type: str  # in the transformers library
+    architecture: str  # the class of its causal language model
     # The form of a layer.
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
     norms_before: bool = True  # the input of attention and of the MLP is normalised
     # their outputs are normalised before they join the stream
-    norms_after: Literal["none", "both", "mlp"] = "none"
+    norms_after: Literal["none", "both"] = "none"
     # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a
     # scale.
     qk_norm_over: Literal["head", "heads", "rotated"] = "head"
@@ -68,9 +68,6 @@ class Family:
     has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
     # normalises the weights of a token's experts, for any router scores
     always_normalises: bool = False
-    # Attention's output has a width of its own. It does not join the stream: it is normalised and
-    # goes to the experts, whose output joins after a projection to the stream's width.
-    has_narrow_experts: bool = False
     # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply
     # their outputs.
     weighs_inputs: bool = False
@@ -357,11 +354,6 @@ _DEEPSEEK = Family(
     tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
 )  # fmt: skip
 
-# MaxText's alone, models/qwen3_custom.py (https://github.com/AI-Hypercomputer/maxtext).
-_QWEN3_CUSTOM_MOE = Family(
-    decoder_block="qwen3_custom_moe", has_experts=True, has_narrow_experts=True,
-    own_keys=("attention_output_dim",), modules={},
-)  # fmt: skip
 _LLAMA4 = Family(
     decoder_block="llama4", model_type="llama4_text", architecture="Llama4ForCausalLM",
     has_experts=True, has_cycle=True, qk_norm_over="rotated", rotates_neighbours=True, weighs_inputs=True,
@@ -388,11 +380,6 @@ _LLAMA4 = Family(
         "experts.expert_down": "feed_forward.experts.down_proj",
     },
     experts_alternate=False,
-)  # fmt: skip
-# MaxText's own: the transformers library has no such family.
-_ENVY = Family(
-    decoder_block="envy", norms_after="mlp", has_experts=True, has_cycle=True, always_normalises=True,
-    own_keys=("interleave_moe_layer_step",),
 )  # fmt: skip
 
 _QWEN3_NEXT = Family(
@@ -446,12 +433,10 @@ DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {family.decoder_block: family for family in (
     _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA2, _GEMMA3, _GEMMA4, _GEMMA4_SMALL, _OLMO2, _OLMO3, _PHI3, _GPT2,
-    _MIXTRAL, _QWEN3_MOE, _OLMOE, _GPT_OSS, _DEEPSEEK, _QWEN3_CUSTOM_MOE, _LLAMA4, _ENVY, _QWEN3_NEXT, _QWEN3_5,
+    _MIXTRAL, _QWEN3_MOE, _OLMOE, _GPT_OSS, _DEEPSEEK, _LLAMA4, _QWEN3_NEXT, _QWEN3_5,
 )}  # fmt: skip
 # By the `model_type` of a `config.json`; it may have several families.
 MODEL_TYPES: dict[str, tuple[Family, ...]] = {
     name: tuple(family for family in FAMILIES.values() if family.model_type == name)
-    for name in dict.fromkeys(
-        family.model_type for family in FAMILIES.values() if family.model_type
-    )
+    for name in dict.fromkeys(family.model_type for family in FAMILIES.values())
 }

@@ -25,7 +25,7 @@ ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the op
 # (`layers.1.attention.query`).
 STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
 # Axes of vectors that are computed in float32.
-NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
+NORMS = ("norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
 
 # Matrices by their names in Hugging Face's models of LLaMA's form, which PEFT's adapters take.
 OF_PEFT = {
@@ -120,8 +120,6 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "position": model.trainable_position_size,
         "embed": model.base_emb_dim,
         "norm": model.base_emb_dim,
-        "attended": model.attention_output_dim,
-        "attended_norm": model.attention_output_dim,
         "heads": model.base_num_query_heads,
         "kv_heads": model.base_num_kv_heads,
         "head_dim": model.head_dim,
@@ -248,11 +246,6 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     creation.
     """
     family = FAMILIES[decoder_block]
-    # The width of attention's output and of the experts' tokens: of a product's input or output,
-    # and of a vector.
-    attended, attended_norm = (
-        ("attended", "attended_norm") if family.has_narrow_experts else ("embed", "norm")
-    )
 
     def norm(name: str, axis: str = "norm") -> tuple[Parameter, ...]:
         parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
@@ -287,11 +280,11 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
             Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
-            Parameter(f"{attention}.out", (attended,), heads, kept="out_proj"),
+            Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
             Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
+            Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
             *(query_gate if family.has_query_gate else ()),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
             Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
@@ -397,24 +390,24 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{experts}.expert_scale", ("router",)),
         )
         return (
-            Parameter(f"{experts}.router", ("router",), (attended,)),
+            Parameter(f"{experts}.router", ("router",), ("embed",)),
             Parameter(
                 f"{experts}.expert_gate",
                 ("moe_mlp",),
-                (attended,),
+                ("embed",),
                 per_expert=True,
                 kept="moe_mlpwi_0",
             ),
             Parameter(
                 f"{experts}.expert_up",
                 ("moe_mlp",),
-                (attended,),
+                ("embed",),
                 per_expert=True,
                 kept="moe_mlpwi_1",
             ),
             Parameter(
                 f"{experts}.expert_down",
-                (attended,),
+                ("embed",),
                 ("moe_mlp",),
                 per_expert=True,
                 kept="moe_mlpwo",
@@ -428,9 +421,6 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
                 has=lambda m: m.routed_bias,
             ),
         )
-
-    def widen(name: str) -> Parameter:
-        return Parameter(name, ("embed",), (attended,), kept="mlpwo")
 
     def mlp_or_experts(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
         if not has_experts:
@@ -471,15 +461,14 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
             *(delta_rows if form.has_delta_rule else attention)(f"{stack}.attention", form),
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
-            *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
+            *(norm(f"{stack}.mlp_norm") if family.norms_before else ()),
             *mlp_or_experts(stack, has_experts),
             *(
                 shared_rows(f"{stack}.shared_experts")
                 if "shared_experts" in family.own_keys and has_experts
                 else ()
             ),
-            *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
-            *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
+            *(norm(f"{stack}.mlp_post_norm") if family.norms_after == "both" else ()),
             *(layer_input_rows(stack) if family.layer_input_width else ()),
             *((Parameter(f"{stack}.layer_scale", ("layer",)),) if family.has_layer_scale else ()),
         )

@@ -570,7 +570,7 @@ def _check_delta_rule(config: AllKeys) -> None:
 def _check_int8_sums(config: AllKeys, has_latents: bool) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
-    for name in ("base_emb_dim", "attention_output_dim", "base_mlp_dim", "base_moe_mlp_dim"):
+    for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
         times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
         times = 2 if name == "base_mlp_dim" and config.use_double_wide_mlp else times
         if config[name] * times > _MOST_INT8_TERMS:
@@ -642,7 +642,6 @@ def _check_experts(config: AllKeys) -> None:
         _check_global_heads(config, block)
     if not _has_experts(config):
         return
-    _check_narrow(config, block)
     needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
     needs = (
         {"routed_score_func": "sigmoid", "norm_topk_prob": "false"}
@@ -716,16 +715,6 @@ def _check_global_heads(config: AllKeys, block: str) -> None:
         raise config.fault(
             "trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1
         )
-
-
-def _check_narrow(config: AllKeys, block: str) -> None:
-    """Raises ConfigError for a width of attention's output without which the family has no
-    projection behind it.
-    """
-    width, stream = config.attention_output_dim, config.base_emb_dim
-    if FAMILIES[config.decoder_block].has_narrow_experts and width in (-1, stream):
-        rule = f"a width other than base_emb_dim={stream} beside {block}, which projects from the one to the other"
-        raise config.fault("attention_output_dim", rule, max(1, stream // 2))
 
 
 def _check_latents(config: AllKeys) -> None:

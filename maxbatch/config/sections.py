@@ -317,8 +317,6 @@ class ModelConfig(Section, changes="the model's computation"):
         "whole cycles of attention_type", MODEL, FROM_ZERO, "layers")
     use_double_wide_mlp: bool = key(False, "gemma4_small: true: the MLPs of these layers have twice base_mlp_dim",
         MODEL)
-    attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
-        "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)
     base_num_decoder_layers: int = key(4, "layers", MODEL, LAYERS, "layers")
     vocab_size: int = key(264,
@@ -406,7 +404,7 @@ class ModelConfig(Section, changes="the model's computation"):
     first_num_dense_layers: int = key(0,
         "deepseek: first layers with an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
     interleave_moe_layer_step: int = key(1,
-        "envy, llama4: layers from one with experts to the next; those between have an MLP of base_mlp_dim",
+        "llama4: layers from one with experts to the next; those between have an MLP of base_mlp_dim",
         MODEL, COUNT, "layers")
     inhomogeneous_layer_cycle_interval: int = key(1,
         "qwen3_next, qwen3_5: layers from one with attention to the next; those between have the gated delta rule",
@@ -678,6 +676,9 @@ class AllKeys(
 SECTIONS: tuple[type[Section], ...] = AllKeys.__bases__
 # By name, in the order of base.yml.
 KEYS: Mapping[str, Key] = {key.name: key for section in SECTIONS for key in section.declared}
+# Keys that version 0.5.0 was the last to have, and the texts that change nothing, which its runs
+# state.
+FORMER_KEYS = {"attention_output_dim": "-1"}
 # Choices of remat_policy=custom per tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared[1:]}
 

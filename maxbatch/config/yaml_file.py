@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from maxbatch.config.keys import Entry
-from maxbatch.config.sections import KEYS
+from maxbatch.config.sections import FORMER_KEYS, KEYS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import read_text
 from maxbatch.system.bounded_yaml import compose_yaml
@@ -47,7 +47,7 @@ _WORD_LISTS = {
 
 
 def entries(path: AnyPath) -> Iterator[Entry]:
-    """Yields the keys of a config file.
+    """Yields the keys of a config file, without former keys that change nothing.
 
     Raises:
       ConfigError: the file cannot be read, or its lines are not `key: value`.
@@ -57,8 +57,8 @@ def entries(path: AnyPath) -> Iterator[Entry]:
         for name, value_node, where in pairs(path, node):
             if name not in KEYS and _is_mapping(value_node) and value_node.value:
                 yield from _block(path, name, value_node)
-            else:
-                yield _entry(name, value_node, where)
+            elif (entry := _entry(name, value_node, where)).text != FORMER_KEYS.get(name):
+                yield entry
 
 
 def quoted(text: str) -> str:

@@ -33,7 +33,6 @@ from maxbatch.config.matrices import (
     DENSE_LAYERS,
     KV_SHARED_LAYERS,
     LAYERS,
-    MATRICES,
     layer_paths,
     num_layers,
     num_stacked,
@@ -54,7 +53,7 @@ from maxbatch.model.scores import soft_capped
 from maxbatch.model.segments import lengths_in_segments, places_in_segments
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
-from maxbatch.parallel.remat import Remat, checkpointed, kept
+from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
 
@@ -105,7 +104,6 @@ class DecoderLayer(nnx.Module):
     mlp: MLP  # if the layer has no experts, or has them beside it
     experts: Experts  # if it has
     shared_experts: MLP  # of every token
-    widen: nnx.Param[jax.Array]  # if attention and experts have a width of their own
     input_gate: nnx.Param[jax.Array]  # if layers have inputs besides the stream (`LayerInputs`)
     input_out: nnx.Param[jax.Array]
     layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
@@ -146,7 +144,7 @@ class DecoderLayer(nnx.Module):
                 config, f"{name}.shared_experts", rngs=rngs, constrain=constrain
             )
         self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
-        names = (f"{name}.{part}" for part in ("widen", "input_gate", "input_out", "layer_scale"))
+        names = (f"{name}.{part}" for part in ("input_gate", "input_out", "layer_scale"))
         add_parameters(self, config, *names, rngs=rngs)
         self.input_norm = norm_of(config, f"{name}.input_norm")
         self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
@@ -238,19 +236,12 @@ class DecoderLayer(nnx.Module):
         self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the stream after attention, and the input of the MLP or the experts."""
-        if hasattr(self, "widen"):  # attention feeds the experts alone
-            return x_MxLxD, self.mlp_norm(attended_MxLxD)
         x_MxLxD = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
         return x_MxLxD, self.mlp_norm(x_MxLxD)
 
     def _add(
         self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None
     ) -> jax.Array:
-        if hasattr(self, "widen"):
-            out_MxLxD = kept(
-                product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization),
-                MATRICES["widen"].kept,
-            )
         x_MxLxD += self.mlp_post_norm(out_MxLxD)
         if input_MxLxP is not None:
             gate_MxLxP = self.activation(

@@ -31,7 +31,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     # of rows that are not split, so that the columns of their table need not move
     "layer_input": "fsdp",
     **dict.fromkeys(OVER_TENSOR, "tensor"),
-    **dict.fromkeys((*WHOLE, "embed", "attended", "q_lora", "kv_lora"), None),
+    **dict.fromkeys((*WHOLE, "embed", "q_lora", "kv_lora"), None),
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 

@@ -47,13 +47,13 @@ WHOLE = (
     "position",
     "router",
 )
-_NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "delta_norm", "input_norm")
+_NORMS = ("norm", "q_norm", "kv_norm", "delta_norm", "input_norm")
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     LAYERS: ("pipeline",),
     "experts": ("expert",),
     "layer_input": ("fsdp", "tensor"),
-    **dict.fromkeys(("embed", "attended", "q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
+    **dict.fromkeys(("embed", "q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
     **dict.fromkeys(OVER_TENSOR, ("tensor",)),
     **dict.fromkeys((*WHOLE, *_NORMS, "rank"), ()),
     **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
@@ -81,7 +81,7 @@ def partition(
         while wanted and size % math.prod(sizes[axis] for axis in wanted):
             wanted = wanted[:-1]
         taken.append(wanted)
-    if {"embed", "attended"} & set(names) and not any("fsdp" in axes for axes in taken):
+    if "embed" in names and not any("fsdp" in axes for axes in taken):
         whole = [
             (size, i) for i, size in enumerate(shape) if not taken[i] and names[i] not in STACKS
         ]

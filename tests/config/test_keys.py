@@ -108,7 +108,6 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "opt_type",
         # A checkpoint of before them has their defaults.
         "decoder_block",
-        "attention_output_dim",
         "global_num_kv_heads",
         "num_kv_shared_layers",
         "use_double_wide_mlp",

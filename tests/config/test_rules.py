@@ -363,10 +363,6 @@ def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_b
             ),
             "base_num_query_heads=258",
         ),
-        (
-            ("decoder_block=qwen3_custom_moe", "num_experts=4", "attention_output_dim=133146"),
-            "attention_output_dim=133144",
-        ),
     ],
 )
 def test_sums_of_int8_that_an_int32_may_not_hold_are_refused(

@@ -34,7 +34,12 @@ LLAMA4 = (
     "base_num_decoder_layers=4",
     f"max_target_length={LENGTH}",
 )
-ENVY = ("decoder_block=envy", "num_experts=4", "norm_topk_prob=true", "interleave_moe_layer_step=2")
+SECOND_HAS_EXPERTS = (
+    "decoder_block=llama4",
+    "num_experts=4",
+    "routed_score_func=sigmoid",
+    "interleave_moe_layer_step=2",
+)
 
 
 def test_a_cycle_is_as_long_as_the_periods_of_all_keys_together() -> None:
@@ -93,7 +98,7 @@ def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_documen
     ("keys", "said"),
     [
         (
-            (*ENVY, "interleave_moe_layer_step=1000000000"),
+            (*SECOND_HAS_EXPERTS, "interleave_moe_layer_step=1000000000"),
             "must be at most base_num_decoder_layers=4; .*_step=4",
         ),
         (
@@ -101,12 +106,12 @@ def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_documen
             "must be at most base_num_decoder_layers=4; .*_interval=4",
         ),
         (
-            (*ENVY, "base_num_decoder_layers=5"),
+            (*SECOND_HAS_EXPERTS, "base_num_decoder_layers=5"),
             "base_num_decoder_layers=5: must be a multiple of 2, .*_layers=4",
         ),
         (
             ("interleave_moe_layer_step=2",),
-            r"must be 1 beside decoder_block=llama2.*\(only in llama4, envy\)",
+            r"must be 1 beside decoder_block=llama2.*\(only in llama4\)",
         ),
         (
             (*LLAMA4, "routed_score_func=softmax"),
@@ -135,7 +140,7 @@ def test_forms_that_do_not_fit_together_are_refused_by_name(
 
 def test_a_stage_of_a_pipeline_holds_whole_cycles() -> None:
     config = load_config(
-        overrides=[*ENVY, "base_num_decoder_layers=4", "ici_pipeline_parallelism=4"]
+        overrides=[*SECOND_HAS_EXPERTS, "base_num_decoder_layers=4", "ici_pipeline_parallelism=4"]
     )
     with pytest.raises(
         ConfigError, match=r"must divide the 2 cycles of 2 layers .*ici_pipeline_parallelism=2"

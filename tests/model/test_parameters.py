@@ -64,8 +64,7 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
         return FORMS_OF_LAYER_INPUTS[form]
     if not record.has_experts:
         return FORMS[form]
-    own = ("attention_output_dim=48",) if record.has_narrow_experts else ()
-    own += (
+    own = (
         ("interleave_moe_layer_step=2", "base_num_decoder_layers=4")
         if "interleave_moe_layer_step" in record.own_keys
         else ()

@@ -108,7 +108,6 @@ FORMS = {
         "qk_rope_head_dim=8",
         "v_head_dim=8",
     ),
-    "narrow experts": ("decoder_block=qwen3_custom_moe", "attention_output_dim=24"),
     # Layers with RoPE and an MLP in chunks alternate with layers without RoPE and with experts.
     "llama4": (
         "decoder_block=llama4",
@@ -148,7 +147,6 @@ FORMS = {
 IN_LOOP = ("scan_layers=true", "remat_policy=full")
 LAYOUTS_OF = {
     "deepseek": {"experts, tensor and pipeline": ()},
-    "narrow experts": {"experts, tensor and pipeline": ()},
     "llama4": {"experts, tensor and fsdp": IN_LOOP, "context and fsdp, products kept": ()},
     "gemma4": {"experts, tensor and pipeline": ()},
     "qwen3_next": {  # each device of a context axis runs the rule over whole rows

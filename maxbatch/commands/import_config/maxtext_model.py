@@ -13,6 +13,8 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS, ModelConfig
 
+# Families of MaxText that version 0.5.0 was the last to have, and the nearest of today's.
+_FORMER = {"envy": "llama4", "qwen3_custom_moe": "qwen3_moe"}
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
     name
@@ -77,11 +79,11 @@ def _scale(t: Translation) -> None:
 
 
 def _no_family(t: Translation, word: str) -> None:
-    t.refuse(
-        word,
-        f"there is no family {t.text(word)}; there are {', '.join(FAMILIES)}",
-        is_essential=True,
-    )
+    stated = t.text(word)
+    others = f"; there are {', '.join(FAMILIES)}"
+    if stated in _FORMER:
+        others = f", which maxbatch==0.5.0 still has; nearest: {_FORMER[stated]}"
+    t.refuse(word, f"there is no family {stated}{others}", is_essential=True)
 
 
 def _pattern(t: Translation, word: str) -> None:
@@ -199,7 +201,6 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     ),
     "is_vocabulary": lambda t, word: t.number(word) == t.number("vocab_size"),
     "is_original_length": _is_original_length,
-    "is_attended": lambda t, word: t.number(word) == t.number("attention_output_dim"),
     "is_as_wide_as_keys": lambda t, word: (
         (t.number(word) or 128) == (t.number("gdn_key_head_dim") or 128)
     ),

@@ -41,11 +41,6 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
       ConfigError: a `config.json` of the family of its `decoder_block` cannot express a key.
     """
     family = FAMILIES[config.decoder_block]
-    if not family.model_type:
-        raise ConfigError(
-            f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such "
-            "family; works: a decoder_block whose family they have"
-        )
     has_rope = family.has_rope and not family.has_global_heads
     stated = _common(config) | family.fixed | _windows(config, family)
     stated |= _rope(config, family) if has_rope else {}

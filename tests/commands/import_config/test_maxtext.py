@@ -382,54 +382,16 @@ def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
         assert fates[word].is_essential, "MaxText's default is another model"
 
 
-NARROW = """decoder_block: qwen3_custom_moe
-base_emb_dim: 256
-attention_output_dim: 96
-moe_expert_input_dim: 96
-use_qk_norm: true
-num_experts: 8
-num_experts_per_tok: 2
-norm_topk_prob: true
-"""
-
-
-def test_experts_narrower_than_the_stream_are_those_of_maxtext(tmp_path: Path) -> None:
-    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{NARROW}")
-    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.decoder_block, config.attention_output_dim) == ("qwen3_custom_moe", 96)
-    other = NARROW.replace("moe_expert_input_dim: 96", "moe_expert_input_dim: 128")
-    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
-    assert fates["moe_expert_input_dim"].is_essential
-
-
-ENVY = """decoder_block: envy
-base_num_decoder_layers: 4
-num_experts: 8
-use_qk_norm: true
-use_post_ffw_norm: true
-load_balance_loss_weight: 0.01
-interleave_moe_layer_step: 2
-inhomogeneous_layer_cycle_interval: 2
-"""
-
-
-def test_experts_in_every_nth_layer_are_those_of_maxtext(tmp_path: Path) -> None:
-    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{ENVY}")
-    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.decoder_block, config.interleave_moe_layer_step, config.norm_topk_prob) == (
-        "envy",
-        2,
-        True,
-    )
-    other = ENVY.replace("interval: 2", "interval: 3")
-    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
-    assert fates["inhomogeneous_layer_cycle_interval"].is_essential
-    _, fates = imported(
-        "maxtext",
-        tmp_path / "n.yml",
-        f"{SYNTHETIC}{ENVY}".replace("ffw_norm: true", "ffw_norm: false"),
-    )
-    assert fates["use_post_ffw_norm"].is_essential
+@pytest.mark.parametrize(
+    ("block", "nearest"), [("envy", "llama4"), ("qwen3_custom_moe", "qwen3_moe")]
+)
+def test_a_block_of_maxtext_alone_is_refused_with_the_nearest_that_works(
+    tmp_path: Path, block: str, nearest: str
+) -> None:
+    stated = f"{SYNTHETIC}decoder_block: {block}\nnum_experts: 8\n"
+    _, fates = imported("maxtext", tmp_path / "m.yml", stated)
+    said = f"no family {block}, which maxbatch==0.5.0 still has; nearest: {nearest}"
+    assert fates["decoder_block"].is_essential and said in fates["decoder_block"].says
 
 
 LLAMA4 = """decoder_block: llama4
