@@ -31,6 +31,7 @@ from maxbatch.config.config import Config
 from maxbatch.config.pins import program_keys
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.survival import Machine, smaller_machines
+from maxbatch.runs.old_forms import refuse_old_run
 from maxbatch.system.chips import Peak, mfu_peak
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
@@ -104,7 +105,10 @@ def _joined(args: argparse.Namespace, config: Config) -> AbstractContextManager[
 
 
 def _folder(args: argparse.Namespace, config: Config) -> AnyPath:
-    return as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
+    if args.output:
+        return as_path(args.output)
+    refuse_old_run(as_path(config.run_dir))
+    return as_path(config.run_dir) / "compiled"
 
 
 def _on_simulated_hosts(args: argparse.Namespace) -> int:

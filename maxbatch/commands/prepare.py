@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from maxbatch.commands.arguments import (
     add_config,
@@ -29,7 +29,7 @@ from maxbatch.data.store.token_store import (
     TokenStore,
     load_folder,
     open_folder,
-    signatures,
+    signature,
     was_prepared,
 )
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
     store = _unchanged(
-        folder, source, lambda: signatures(source, tokenizer, config, content_of(held_out)) or ()
+        folder, source, lambda: signature(source, tokenizer, config, content_of(held_out))
     )
     if store is not None:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
@@ -133,10 +133,9 @@ def _check_dataset(config: StreamConfig) -> None:
 
 
 def _unchanged(
-    folder: AnyPath, source: DocumentSource, signatures: Callable[[], Collection[str | None]]
+    folder: AnyPath, source: DocumentSource, signature_of_dataset: Callable[[], str]
 ) -> TokenStore | None:
-    """Returns the store in the output folder if it has one of the signatures, which are those of
-    the dataset.
+    """Returns the store in the output folder if it has the dataset's signature.
 
     Raises:
       ConfigError: the folder has other files, or another dataset's store.
@@ -148,7 +147,7 @@ def _unchanged(
             f"--output {folder}: is not a folder; works: --output {shlex.quote(f'{folder}-tokens')}"
         )
     if (store := open_folder(folder)) is not None:
-        if store.manifest["signature"] in signatures():
+        if store.manifest["signature"] == signature_of_dataset():
             # one without hashes is made again, which adds them
             return store if store.blocks is not None else None
         if store.manifest.get("place", source.place) != source.place:

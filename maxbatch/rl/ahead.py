@@ -177,10 +177,7 @@ def _read(saved: bytes) -> list[_Saved]:
                 for name in arrays.files
                 if name.startswith(prefix)
             }
-            # Older checkpoints do not state the responses of a group: such batches are sampled
-            # again.
-            place: list[int] = arrays[f"{number} place"].tolist()
-            first, num_prompts, num_generations = place if len(place) == 3 else (*place, 0)
+            first, num_prompts, num_generations = arrays[f"{number} place"].tolist()
             found.append(
                 _Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name]))
             )

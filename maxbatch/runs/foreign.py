@@ -10,6 +10,7 @@ import shlex
 
 from maxbatch.config.values import shown
 from maxbatch.runs.best_checkpoint import BEST, read_best
+from maxbatch.runs.old_forms import refuse_old
 from maxbatch.runs.position import COMMITTED_FILE, is_step
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.storage import AnyPath, as_path, is_remote, subfolders
@@ -28,24 +29,32 @@ def is_own(checkpoint: AnyPath) -> bool:
 
     An empty folder counts as ours: it holds nothing of anybody else.
     """
-    names = _names(checkpoint)
+    return _is_own(_names(checkpoint))
+
+
+def _is_own(names: set[str]) -> bool:
     return any(item in names for item in ITEMS) or names <= _OTHER_NAMES
 
 
 def refuse_foreign(run_dir: str) -> None:
     """Raises ConfigError if `checkpoints/` in a run's folder holds steps, or a `best`, that another
-    program wrote.
+    program wrote, or if its newest checkpoint is in a form of maxbatch 0.4 or before.
     """
     folder = as_path(run_dir) / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = subfolders(folder)
         _refuse_foreign_best(run_dir)
+    is_newest = True
     for step in sorted(map(int, filter(is_step, names)), reverse=True):
+        checkpoint = folder / str(step)
         with reading(folder):
-            if is_own(folder / str(step)):
+            content = _names(checkpoint)
+            if _is_own(content):
+                if is_newest and (COMMITTED_FILE in content or not is_remote(checkpoint)):
+                    refuse_old(checkpoint, content)
+                    is_newest = False
                 continue
-            content = _names(folder / str(step))
         new = f"works: run_dir={shlex.quote(new_folder(run_dir))}"
         if content.isdisjoint(_ORBAX_MARKS):
             raise ConfigError(

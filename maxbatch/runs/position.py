@@ -19,7 +19,6 @@ from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath, is_whole, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
-OLD_BASE = "base"  # in the model's identity of old adapter checkpoints: the model that they adapt
 # of JSON without a checksum over itself
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}
 COMMITTED_FILE = "commit_success.txt"  # written last where folders cannot be renamed
@@ -90,22 +89,17 @@ class CheckpointRecord(NamedTuple):
     identity: dict[str, dict[str, object]]  # that a run must match to resume it: "data" and "model"
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and how many of them loaded data
-    # by name; None in a checkpoint made before they were summed
+    # by name; None in a checkpoint made without
     parameters: dict[str, StoredParameter] | None = None
     # of the parameters, by name; None if the run keeps none
     average: dict[str, StoredParameter] | None = None
     ahead: str | None = None  # a hash of its state for the batches ahead; None: it has none
     # of the run that wrote it; None in a checkpoint made before runs had ids
     run_id: str | None = None
-    origin: Origin | None = None  # the source of its run's parameters; None in older checkpoints
-    # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in older ones
+    # the source of its run's parameters; None where the run began before checkpoints stated it
+    origin: Origin | None = None
+    # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in run_dir
     line: str | None = None
-
-    @property
-    def old_base(self) -> str | None:
-        """The identity of the adapted model in checkpoints older than origins; else None."""
-        base = self.identity["model"].get(OLD_BASE)
-        return base if self.origin is None and isinstance(base, str) else None
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
@@ -182,8 +176,8 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """Returns the content of the JSON of a checkpoint, checked for contradictions.
 
     In a run's `checkpoints/STEP` it must agree with that name. If the checksum over the JSON holds,
-    the rest is trusted. Checkpoints of older versions have none; they must agree with the metrics
-    of their step, if there are any.
+    the rest is trusted. One without it, which was made before, must agree with the metrics of its
+    step, if there are any.
 
     Raises:
       DamagedError: the JSON is missing, or cannot be trusted.

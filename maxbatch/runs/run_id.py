@@ -24,8 +24,6 @@ _SHAPE = {
     "reads": {str: str},
     "software": {str: str},
 }
-# fields that files of older versions lack
-_ADDED: dict[str, object] = {"reads": {}, "software": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,7 @@ def read_identity(run_dir: AnyPath) -> RunIdentity | None:
     """
     path = run_dir / RUN_FILE
     try:
-        found = checked(_ADDED | bounded.read_json(path, str(path), finite=False), _SHAPE)
+        found = checked(bounded.read_json(path, str(path), finite=False), _SHAPE)
     except (FileNotFoundError, bounded.RefusedContent, ValueError, TypeError):
         return None
     return RunIdentity(**{name: found[name] for name in _SHAPE})

@@ -329,17 +329,6 @@ def copy_tree(source: Path, target: AnyPath) -> None:
         goal.write_bytes(path.read_bytes())
 
 
-def fetch_tree(source: RemotePath, target: Path) -> None:
-    """Copies the objects below a folder of a store into a local one."""
-
-    def fetch(found: RemotePath) -> None:
-        file = target / found.relative_to(source)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(found.read_bytes())
-
-    in_threads(fetch, [found for found, _ in source.files()], MAX_REQUESTS)
-
-
 def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:
     """Writes a new file from buffers: an object by one request, a file of a disk synced.
 

@@ -26,7 +26,7 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Position
-from maxbatch.training.weights.checksums import array_checksums, word_sum
+from maxbatch.training.weights.checksums import array_checksums, warn_of_no_checksums
 from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.parameters import load_parameters
@@ -186,12 +186,14 @@ def test_a_resume_notices_the_parameters_of_another_step(run: Trained) -> None:
 
 
 def made_before_checksums(run: Trained) -> None:
-    """Rewrites the JSON as a version did that summed all arrays together."""
-    old = run.record()._replace(checksum=int(word_sum(run.state())), parameters=None)
-    (run.newest / "position" / "metadata").write_text(json.dumps(old.to_json()))
+    """Rewrites the JSON as that of a version without checksums of parameters and of the JSON."""
+    path = run.newest / "position" / "metadata"
+    saved = json.loads(path.read_text())
+    kept = ("position", "identity", "checksum", "hosts")
+    path.write_text(json.dumps({name: saved[name] for name in kept} | {"checksum": 7}))
 
 
-def test_an_older_checkpoint_is_read_with_one_warning_and_resumes(
+def test_a_checkpoint_without_checksums_of_parameters_is_read_with_one_warning_and_resumes(
     run: Trained, trained: Trained, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made_before_checksums(run)
@@ -201,13 +203,15 @@ def test_an_older_checkpoint_is_read_with_one_warning_and_resumes(
     for _ in range(2):
         assert same(read(shapes), trained.state().params)
     assert capfd.readouterr().err.count("was made before parameters had checksums") == 1
+    warn_of_no_checksums.cache_clear()
     with run.open(pytest.fail) as checkpoints:
         restored = checkpoints.restore(run.abstract)
     assert restored is not None and same(restored.state, trained.state())
-    put_in_the_parameters_of(4, run.newest)
+    assert capfd.readouterr().err.count("was made before parameters had checksums") == 1
+    flip_a_parameter(run.newest)
     with run.open() as checkpoints:
         restored = checkpoints.restore(run.abstract)
-    assert restored is not None and restored.position.step == 4
+    assert restored is not None and restored.position.step == 4, "blocks have checksums"
 
 
 def test_parameters_of_another_type_are_checked_before_they_are_rounded(

@@ -11,6 +11,7 @@ from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import Record, read_metrics
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.old_forms import is_old, refuse_old_run
 from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, missing_folder
@@ -51,6 +52,7 @@ class MeasuredRun:
             )
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")
+        refuse_old_run(path)
         found = {step: _read_checkpoint(path, step) for step in reversed(committed_steps(path))}
         checkpoints = {step: record for step, record in found.items() if record is not None}
         return cls(path, config, records, checkpoints, num_devices)
@@ -125,11 +127,11 @@ class MeasuredRun:
 
 def _read_checkpoint(path: AnyPath, step: int) -> CheckpointRecord | None:
     """Returns the record of a checkpoint; None if the run, which still trains, has just
-    removed it.
+    removed it, or if it is in an old form.
     """
     folder = path / "checkpoints" / str(step)
     try:
-        return read_record(folder)
+        return None if is_old(folder) else read_record(folder)
     except DamagedError as error:
         if folder.exists():
             raise ConfigError(f"{folder}: cannot be forked ({error}); move it away") from None

@@ -17,6 +17,7 @@ from maxbatch.pages.plots import Panel, RunColumns
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import METRICS_FILE, Record, scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
+from maxbatch.runs.old_forms import refuse_old_run
 from maxbatch.runs.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, missing_folder
@@ -102,6 +103,7 @@ class ReportedRun:
             if not is_run(path):
                 raise ConfigError(f"{path}: {_no_run(path)}")
             has_config = (path / "config.yml").exists()
+        refuse_old_run(path)
         config = load_config(str(path / "config.yml")) if has_config else None
         metrics = scan_metrics(path)
         return cls(

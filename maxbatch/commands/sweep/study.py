@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.sweep.continuing import check_recorded, check_settings
-from maxbatch.commands.sweep.shared_study import shared_trials
 from maxbatch.commands.sweep.sweep_file import Overrides, SweepFile
 from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.old_forms import refuse_old_run
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
 from maxbatch.system.errors import ConfigError
@@ -54,7 +54,7 @@ class SweepStudy:
         # of a grid: without a trial
         self._left = grid and deque(one for one in grid if _items(one) not in taken)
         self._numbers: set[int] = set()  # of all trials
-        # by number, but for those that ended on other machines
+        # by number
         self._trials: dict[int, optuna.Trial] = {}
         self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
         self._waiting: deque[Trial] = deque()  # recorded, to start
@@ -65,25 +65,8 @@ class SweepStudy:
                 self.should_prune(trial)  # the others are compared with its evals
                 self.finished(folder.result(trial, sweep.metric))
             else:
+                refuse_old_run(trial.folder)
                 self._waiting.append(trial)
-        self._add_shared()
-
-    def _add_shared(self) -> None:
-        """Adds the trials of other machines: those that ended count, the others start here, from
-        their first update.
-        """
-        for found in shared_trials(self._optuna, self._sweep) if self._sweep.storage else ():
-            if found.number in self._numbers or len(found.params) < len(self._sweep.parameters):
-                continue
-            if found.state.is_finished():
-                self._study.add_trial(found)
-                self._numbers.add(found.number)
-            else:
-                overrides = {
-                    p.key.name: p.text(found.params[p.key.name]) for p in self._sweep.parameters
-                }
-                self._begin(found.number, overrides)
-                self._record(found.number, overrides)
 
     @property
     def num_trials(self) -> int:

@@ -35,9 +35,9 @@ _SETTINGS = (
     Scalar("parallel", "int", Bounds(1, 1024), default="1"),
     Scalar("trials", "int", Bounds(1, 100_000), default="20"),
     Scalar("seed", "int", Bounds(0, 2**32 - 1), default="0"),
-    Scalar("storage", "text"),
 )
 _KEYS = (*(setting.name for setting in _SETTINGS), "base", "parameters")
+_SHARED = "storage"  # of sweep files of maxbatch 0.4
 _RANGE_KEYS = ("low", "high", "log", "step")
 Overrides = dict[str, str]
 _Nodes = Mapping[str, tuple[yaml.Node, str]]  # key to its value, and to file and line
@@ -56,7 +56,6 @@ class SweepFile:
     parallel: int  # trials at a time, of this command
     trials: int | None  # in total; None for a grid
     seed: int  # of the random sampler and of TPE
-    storage: str | None  # database that several machines shared with maxbatch 0.4
     parameters: tuple[Parameter, ...]  # the swept keys
 
     @classmethod
@@ -70,6 +69,12 @@ class SweepFile:
             raise ConfigError(f"sweep file {path}: is empty; it takes {', '.join(_KEYS)}")
         nodes = {key: (node, where) for key, node, where in pairs(path, root)}
         for key, (_, where) in nodes.items():
+            if key == _SHARED:
+                raise ConfigError(
+                    f"{where}: {_SHARED}: is a database that several machines shared with maxbatch "
+                    "0.4, which this version does not read; maxbatch==0.5.0 still reads it; "
+                    f"without {_SHARED}, the trials in sweep_dir and new ones are the sweep"
+                )
             if key not in _KEYS:
                 rule = "is a config key, which belongs under base or parameters"
                 rule = rule if key in KEYS else f"unknown key; {nearest_or_all(key, _KEYS)}"
@@ -91,7 +96,6 @@ class SweepFile:
                 "base": _base(path, nodes.get("base")),
                 "sweep_dir": as_typed(values["sweep_dir"] or f"runs/{path.stem}"),
                 "trials": None if values["sampler"] == "grid" else values["trials"],
-                "storage": values["storage"] or None,
                 "parameters": _parameters(path, nodes.get("parameters")),
             }
         )
@@ -159,12 +163,6 @@ def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> N
         raise ConfigError(
             f"{nodes['pruner'][1]}: pruner=median: compares evals, which "
             f"metric={values['metric']} does not count; works: pruner: none"
-        )
-    if sampler != "optuna" and "storage" in nodes:
-        storage = shown(str(values["storage"]))
-        raise ConfigError(
-            f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "
-            f"is {sampler}; works: sampler: optuna"
         )
 
 

@@ -23,25 +23,17 @@ from maxbatch.system.source_files import SourceFile
 _SHOWN_BYTES = 1 << 30  # whose reading is shown
 
 
-class Contents(NamedTuple):
-    """The hashes of some files, in order."""
-
-    hashes: Iterable[str]
-    # whether none of them has had other content since the first of these hashes was taken
-    are_first: bool
-
-
-def known_contents(files: Files, data_cache_dir: str) -> Contents | None:
-    """Returns the hashes of files; None if a file must be read first."""
+def known_contents(files: Files, data_cache_dir: str) -> Iterable[str] | None:
+    """Returns the hashes of files, in order; None if a file must be read first."""
     kept = _Kept(files, data_cache_dir)
-    return None if kept.num_unknown else kept.contents
+    return None if kept.num_unknown else kept.hashes
 
 
-def contents_of(files: Files, data_cache_dir: str) -> Contents:
-    """Returns the hashes of files; reads those that are new or have changed."""
+def contents_of(files: Files, data_cache_dir: str) -> Iterable[str]:
+    """Returns the hashes of files, in order; reads those that are new or have changed."""
     kept = _Kept(files, data_cache_dir)
     if not kept.num_unknown:
-        return kept.contents
+        return kept.hashes
     if kept.unknown_bytes < _SHOWN_BYTES:
         kept.take(digests(kept.unknown_blocks()))
     else:
@@ -50,14 +42,14 @@ def contents_of(files: Files, data_cache_dir: str) -> Contents:
         with bytes_bar(kept.unknown_bytes, "hashing the files") as progress:
             kept.take(digests(kept.unknown_blocks(), progress))
     kept.write()
-    return kept.contents
+    return kept.hashes
 
 
 class _Entry(NamedTuple):
     """What is known of a file."""
 
     state: str  # its size and marks
-    hashed: str  # of its content; of former content where that changed
+    hashed: str  # of its content, or of former content
     is_known: bool  # whether the hash is of its content
 
     @property
@@ -73,11 +65,8 @@ class _Kept:
         self._path = cache_file(
             data_cache_dir, "contents", Mapped(operator.attrgetter("path"), files)
         )
-        lines, others = recall_list(self._path, "files") or (
-            LongList[object](),
-            {"are_first": True},
-        )
-        self._are_first = others.get("are_first") is True
+        found = recall_list(self._path, "files")
+        lines = found[0] if found else LongList[object]()
         self.num_unknown = self.unknown_bytes = 0
         self._entries = LongList(
             self._found(lines if len(lines) == len(files) else itertools.repeat(""))
@@ -94,8 +83,8 @@ class _Kept:
             yield _Entry(state, file.content or hashed, is_known)
 
     @property
-    def contents(self) -> Contents:
-        return Contents(Mapped(operator.attrgetter("hashed"), self._entries), self._are_first)
+    def hashes(self) -> Iterable[str]:
+        return Mapped(operator.attrgetter("hashed"), self._entries)
 
     def unknown_blocks(self) -> Iterator[Block]:
         """Yields the blocks of the files to read."""
@@ -109,7 +98,6 @@ class _Kept:
         for file, entry in zip(self._files, self._entries, strict=True):
             if not entry.is_known:
                 hashed = joined(next(hashes) for _ in _blocks(file))
-                self._are_first = self._are_first and entry.hashed in ("", hashed)
                 entry = entry._replace(hashed=hashed, is_known=True)
             entries.append(entry)
         self._entries = entries
@@ -118,7 +106,7 @@ class _Kept:
         """Keeps the hashes, unless the cache may only be read."""
         lines = Mapped(operator.attrgetter("line"), self._entries)
         with contextlib.suppress(OSError):
-            keep(self._path, {"files": lines, "are_first": self._are_first})
+            keep(self._path, {"files": lines})
 
 
 def _blocks(file: SourceFile) -> Iterator[Block]:

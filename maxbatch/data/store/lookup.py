@@ -15,14 +15,15 @@ from pathlib import Path
 
 from maxbatch.config.combined import StoreConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
+from maxbatch.data.store.cache_folder import cache_folder, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest, Store
 from maxbatch.data.store.token_store import (
     TokenStore,
+    known_signature,
     load_folder,
     open_folder,
-    signatures,
+    signature,
     was_prepared,
 )
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -59,8 +60,8 @@ def find_store(
             return None
         content = held_out.manifest["content"]
     source = DocumentSource.from_config(config, key)
-    names = signatures(source, tokenizer, config, content, reads=False)
-    return names and _cached(config, *names)
+    name = known_signature(source, tokenizer, config, content)
+    return None if name is None else _cached_store(cache_folder(config.data_cache_dir) / name)
 
 
 def leaves_out_held_out(config: StoreConfig, key: str, whole: StoreConfig | None = None) -> bool:
@@ -98,12 +99,11 @@ def open_store(
 
     held_out = open_held_out(config, tokenizer, key, whole)
     source = DocumentSource.from_config(config, key)
-    names = signatures(source, tokenizer, config, content_of(held_out))
-    assert names is not None, "files were read"
-    if (store := _cached(config, *names)) is not None:
+    name = signature(source, tokenizer, config, content_of(held_out))
+    folder = cache_folder(config.data_cache_dir) / name
+    if (store := _cached_store(folder)) is not None:
         _warn_without_hashes(store)
-        return _load_watched(store.folder)
-    folder = cache_folder(config.data_cache_dir) / names[0]
+        return _load_watched(folder)
     writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
     with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
         build = Build(
@@ -143,20 +143,6 @@ def open_held_out(
         return None
     store = open_store(whole or config, tokenizer, "eval_dataset_path")
     assert isinstance(store, TokenStore), "a rule refuses duplicates of other stores"
-    return store
-
-
-def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | None:
-    """Returns the store with a signature, or an earlier one with the same content."""
-    folder = cache_folder(config.data_cache_dir)
-    if (store := _cached_store(folder / name)) is not None:
-        return store
-    noted = cache_file(config.data_cache_dir, "contents", ["made before", name])
-    found = recall(noted) or old
-    if not isinstance(found, str) or (store := _cached_store(folder / found)) is None:
-        return None
-    with contextlib.suppress(OSError):  # the cache may only be read
-        keep(noted, found)
     return store
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.cache_folder import json_hash
 from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTable, WholeTable
-from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
+from maxbatch.data.store.file_contents import contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -308,53 +307,28 @@ def signature(
 
     `held_out` is the content of the data whose records are left out, or "".
     """
-    return _signature(
-        source, tokenizer, config, held_out, _facts(source, _read_contents(source, config))
-    )
-
-
-def signatures(
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    config: StoreConfig,
-    held_out: str = "",
-    reads: bool = True,
-) -> tuple[str, str | None] | None:
-    """Returns the signature, and the one of an earlier store whose files have not changed since.
-
-    Earlier stores were signed by the path, size and modification time of their files. Such a store
-    is accepted when its files are first hashed, and no longer once their content has changed.
-
-    Args:
-      held_out: the content of the data whose records are left out, or "".
-      reads: whether files may be read; without, None if one must be.
-    """
-    contents = (
-        _read_contents(source, config)
-        if reads
-        else known_contents(source.files, config.data_cache_dir)
-    )
-    if contents is None:
-        return None
-    before = Mapped(operator.itemgetter(slice(4)), source.files)
-    old = _signature(source, tokenizer, config, held_out, before) if contents.are_first else None
-    return _signature(source, tokenizer, config, held_out, _facts(source, contents)), old
-
-
-def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
     try:
-        return contents_of(source.files, config.data_cache_dir)
+        contents = contents_of(source.files, config.data_cache_dir)
     except OSError as error:
         with reading(error.filename or source.value, blame=source.error):
             raise
+    return _signature(source, tokenizer, config, held_out, contents)
 
 
-def _facts(source: DocumentSource, contents: Contents) -> Iterable[list[str]]:
+def known_signature(
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = ""
+) -> str | None:
+    """Returns what `signature` does, or None if a file must be read first."""
+    contents = known_contents(source.files, config.data_cache_dir)
+    return None if contents is None else _signature(source, tokenizer, config, held_out, contents)
+
+
+def _facts(source: DocumentSource, contents: Iterable[str]) -> Iterable[list[str]]:
     """Returns the identity of each file; that of the standard library has names, which decide what
     is held out.
     """
     named = source.dataset_type == "python_stdlib"
-    pairs = zip(source.files, contents.hashes, strict=True)
+    pairs = zip(source.files, contents, strict=True)
     return Mapped(lambda pair: [pair[1], pair[0].name] if named else [pair[1]], pairs)
 
 
@@ -363,11 +337,11 @@ def _signature(
     tokenizer: Tokenizer,
     config: StoreConfig,
     held_out: str,
-    files: Iterable[object],
+    contents: Iterable[str],
 ) -> str:
     settings = {
         "version": VERSION,
-        "files": files,
+        "files": _facts(source, contents),
         "missing_shards": source.missing_shards,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         **({"record_fields": source.record_fields} if source.record_fields else {}),

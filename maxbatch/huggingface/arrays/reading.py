@@ -43,14 +43,13 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.contents import Block, blocks_of, content_stamp, digests, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
-from maxbatch.system.storage import AnyPath, as_path, read_range
+from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.system.watched_files import Stamp, changed
 
 _MOST_NAMES = 3  # of tensors in a message
 # of a layer that predicts further tokens
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")
 _OF_SUMS = "sums "  # prefix of an identity made of checksums of whole files
-_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
 
 class HuggingFaceFolder:
@@ -154,25 +153,6 @@ class HuggingFaceFolder:
         if is_shared:
             total = sum(int(text, 16) for text in gather(f"{total:x}"))
         return f"{(total + _number(stated, b'')) % (1 << 128):032x}"
-
-    @property
-    def old_identity(self) -> str:
-        """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB
-        spread over each.
-
-        Checkpoints of adapters from before origins were pinned identify their model by it.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        for file in sorted(
-            [self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str
-        ):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            last = max(0, size - _BLOCK_BYTES)
-            for block in range(_BLOCKS):
-                first = block * last // (_BLOCKS - 1)
-                digest.update(read_range(file, first, min(size, first + _BLOCK_BYTES)))
-        return digest.hexdigest()
 
     @property
     def step(self) -> None:

@@ -114,7 +114,7 @@ def _is_checkpoint(folder: AnyPath) -> bool:
     """Returns whether a folder is a checkpoint of Orbax, or its items; a half-written one is
     none.
     """
-    if (folder / _OWN_ITEM).is_dir():  # earlier versions of maxbatch wrote with Orbax too
+    if (folder / _OWN_ITEM).is_dir():  # maxbatch 0.4 wrote with Orbax too
         return False
     return any(
         (folder / name).is_file() for name in (METADATA, f"{_ITEMS}/{METADATA}", _CHECKPOINT)

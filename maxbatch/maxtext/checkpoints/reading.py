@@ -89,11 +89,6 @@ class MaxTextCheckpoint:
         """Returns the identity; these checkpoints have only one form."""
         return self.identity
 
-    @property
-    def old_identity(self) -> str:
-        """The identity; no old checkpoint of ours was made from one of these."""
-        return self.identity
-
     def _data_folders(self) -> list[AnyPath]:
         items = self._folder.path
         return [folder for folder in (items, items / "d") if folder.is_dir()]

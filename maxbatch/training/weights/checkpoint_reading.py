@@ -6,7 +6,6 @@ Every array is read once and checked against its checksum.
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import json
 import re
@@ -30,6 +29,7 @@ from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.runs.best_checkpoint import find_best, names_best
 from maxbatch.runs.foreign import ITEMS
+from maxbatch.runs.old_forms import refuse_old_checkpoint, refuse_old_record
 from maxbatch.runs.position import (
     CheckpointRecord,
     DamagedError,
@@ -47,6 +47,7 @@ from maxbatch.training.weights.checksums import (
     damage_of_parameters,
     damage_of_state,
     parameter_name,
+    warn_of_no_checksums,
 )
 from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, read_index
 from maxbatch.training.weights.shards import read_item, read_together
@@ -65,8 +66,7 @@ class Adapting(NamedTuple):
     """The run of adapters."""
 
     config: Config
-    origin: Origin | None  # the adapted model; None in old checkpoints
-    old_base: str | None  # the model's identity in old checkpoints
+    origin: Origin | None  # the adapted model; None: the run does not state it
 
 
 class RemovedError(ConfigError):
@@ -86,7 +86,8 @@ class StoredCheckpoint:
       record: the content of its JSON.
 
     Raises:
-      ConfigError: there is no checkpoint, its JSON is invalid, or it has no average.
+      ConfigError: there is no checkpoint, its JSON is invalid, it has no average, or it is in a
+        form of maxbatch 0.4 or before.
     """
 
     def __init__(self, path: str | Path, averaged: bool = False, base: str = "") -> None:
@@ -95,12 +96,14 @@ class StoredCheckpoint:
         self._moved = [f"load_parameters_path={base}"] if base else []
         while True:
             self.folder = find_checkpoint(path)
+            refuse_old_checkpoint(self.folder)
             try:
                 self.record: CheckpointRecord = read_record(self.folder)
                 break
             except DamagedError as error:
                 if not (self._is_removed and self._names_a_run):
                     raise _damaged(self.folder, str(error)) from None
+        refuse_old_record(self.folder, self.record)
         if averaged and self.record.average is None:
             raise ConfigError(
                 f"--averaged: {self.folder} has no average of the parameters, which a run with "
@@ -176,7 +179,7 @@ class StoredCheckpoint:
         onto a device.
 
         Raises:
-          ConfigError: its index is damaged, or it was made before checkpoints had one.
+          ConfigError: its index is damaged.
         """
         item = self.folder / ("average" if self._averaged else "params")
         try:
@@ -218,14 +221,6 @@ class StoredCheckpoint:
         return self.identity
 
     @property
-    def old_identity(self) -> str:
-        """A hash of its step, the checksum of its arrays and its model."""
-        stated = (
-            f"{self.record.position.step} {self.record.checksum} {self.record.identity['model']}"
-        )
-        return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
-
-    @property
     def step(self) -> int:
         """The number of updates before it."""
         return self.record.position.step
@@ -234,7 +229,7 @@ class StoredCheckpoint:
         """Returns the run of its adapters; None for a whole model."""
         if not self.record.identity["model"].get("lora_rank"):
             return None
-        return Adapting(self.config(), self.record.origin, self.record.old_base)
+        return Adapting(self.config(), self.record.origin)
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
         """Checks shapes against the model; returns a function that reads the parameters or the
@@ -262,7 +257,7 @@ class StoredCheckpoint:
 
     def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, naming `key`, if shapes differ from the model's."""
-        # None in old checkpoints, which are compared on reading
+        # without them, they are compared on reading
         stored = self.record.parameters or {}
         for keys, x in jax.tree.leaves_with_path(abstract_params):
             name = parameter_name(keys)
@@ -285,7 +280,7 @@ class StoredCheckpoint:
         """
         stored = self.record.average if self._averaged else self.record.parameters
         if stored is None:
-            _warn_of_no_checksums(self.folder)
+            warn_of_no_checksums(self.folder)
             return self._restore("params", abstract_params, partial)
         leaves, tree = jax.tree.flatten_with_path(abstract_params)
         if all(stored[parameter_name(keys)].dtype == str(x.dtype) for keys, x in leaves):
@@ -332,6 +327,8 @@ class StoredCheckpoint:
         if self.record.average is not None:
             average = self._restore("average", average_shapes(abstract.params))
         state = TrainState(params, self._restore("opt_state", abstract.opt_state), average=average)
+        if self.record.parameters is None:
+            warn_of_no_checksums(self.folder)
         if damage := damage_of_state(self.record, state, array_checksums):
             raise _damaged(self.folder, damage)
         if abstract.average is None:
@@ -423,8 +420,3 @@ def _damaged(folder: AnyPath, damage: str) -> ConfigError:
         f"{folder}: is damaged ({damage}); no other checkpoint takes its place: name another to "
         "use it"
     )
-
-
-@functools.cache
-def _warn_of_no_checksums(folder: AnyPath) -> None:
-    warn(f"{folder}: was made before parameters had checksums; they are not checked")

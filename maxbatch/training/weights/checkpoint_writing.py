@@ -33,9 +33,6 @@ from maxbatch.system.warning import warn_once
 from maxbatch.training.weights.shard_files import INDEX, Files, index_of, write_blocks
 from maxbatch.training.weights.shards import blocks_here, forms_of
 
-# in the names of unfinished folders of versions that wrote through Orbax
-_OLD_UNFINISHED = ".orbax-checkpoint-tmp"
-
 Failure = tuple[int, str, bool]  # the host, its message, and whether the input is at fault
 
 
@@ -55,8 +52,7 @@ def remove_unfinished(folder: AnyPath) -> None:
 
 def _is_unfinished(folder: AnyPath) -> bool:
     """Returns whether a folder's name is that of a checkpoint that was not committed."""
-    step, mark, _ = folder.name.partition(_OLD_UNFINISHED)
-    return is_step(step) and (bool(mark) or not is_committed(folder))
+    return is_step(folder.name) and not is_committed(folder)
 
 
 class Save:

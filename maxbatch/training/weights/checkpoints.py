@@ -13,7 +13,7 @@ import errno
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,15 +23,14 @@ import numpy as np
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import KEYS, names_fixing
+from maxbatch.config.sections import FORMER_KEYS, KEYS, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.store import WHOLE_CONTENT
-from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint, read_best
 from maxbatch.runs.foreign import foreign_best
+from maxbatch.runs.old_forms import old_form, refuse_old_ahead, refuse_old_record
 from maxbatch.runs.position import (
-    OLD_BASE,
     CheckpointRecord,
     DamagedError,
     Position,
@@ -53,8 +52,8 @@ from maxbatch.training.weights.checksums import (
     damage_of_state,
     lower_checksums,
     stored_parameters,
+    warn_of_no_checksums,
 )
-from maxbatch.training.weights.old_checkpoints import old_ahead
 from maxbatch.training.weights.origin import RunOrigin
 from maxbatch.training.weights.shard_files import OTHER_ARRAYS
 from maxbatch.training.weights.shards import read_item, read_together
@@ -124,7 +123,6 @@ class Checkpoints:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
-        self._has_said_unhashed = False
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self._on_commit = on_commit
         self.has_set_aside = False
@@ -194,12 +192,15 @@ class Checkpoints:
             record = read_record(self._folder / str(step))
         except DamagedError as error:
             return str(error), None
+        refuse_old_record(self._folder / str(step), record)
         self.check_identity(record, f"its checkpoint of step {step}")
         return None, record.to_json()
 
     def check_identity(self, record: CheckpointRecord, which: str) -> None:
         """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model;
         `which` names it.
+
+        The same for one in an old form, without the hash of a whole Megatron store.
         """
         for part, mine in self._identity.items():
             theirs: dict[str, object] = (
@@ -207,12 +208,12 @@ class Checkpoints:
                 if part == "model"
                 else {}
             )
-            if part == "data" and END_TOKENS in mine:
-                theirs[END_TOKENS] = mine[END_TOKENS]  # missing in old checkpoints
-            if part == "data":
-                theirs |= self._unhashed(mine, record)
             theirs |= record.identity[part]  # keys newer than the checkpoint had their defaults
-            theirs.pop(OLD_BASE, None)  # compared on reading the base
+            for key, text in FORMER_KEYS.items():
+                if str(theirs.get(key)) == text:
+                    del theirs[key]
+            if any(key.endswith(WHOLE_CONTENT) for key in mine.keys() - theirs.keys()):
+                raise old_form(self._run_dir, "a part of a Megatron store is its hash")
             changes = [
                 f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
                 for key in sorted(mine.keys() | theirs.keys())
@@ -224,26 +225,6 @@ class Checkpoints:
                     f"({', '.join(changes)}); give another run_dir, or start from its parameters "
                     "with load_parameters_path"
                 )
-
-    def _unhashed(self, mine: Mapping[str, object], record: CheckpointRecord) -> dict[str, object]:
-        """Returns the hashes of whole stores that an old checkpoint lacks, as they are now, with a
-        warning.
-
-        They go into the next checkpoint.
-        """
-        lacking = {
-            key: mine[key]
-            for key in mine
-            if key.endswith(WHOLE_CONTENT) and key not in record.identity["data"]
-        }
-        if lacking and not self._has_said_unhashed:
-            self._has_said_unhashed = True
-            self._warn(
-                f"{self._run_dir}: is of a version that hashed a large store of Megatron's in "
-                "part; that part is the same, and from the next checkpoint on all tokens must be "
-                "those of now"
-            )
-        return lacking
 
     def restore(
         self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1
@@ -309,7 +290,9 @@ class Checkpoints:
         make: MakeExecutable,
     ) -> str | None:
         """Compares a restored state with its record; returns the damage, or None."""
-        if record.parameters is not None and self._checksums is array_checksums:
+        if record.parameters is None:
+            warn_of_no_checksums(self._folder / str(record.position.step))
+        elif self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = checksums_by(program, abstract.saved)
         return damage_of_state(record, state, self._checksums)
@@ -321,10 +304,11 @@ class Checkpoints:
         file = self._folder / str(record.position.step) / AHEAD_FILE
         with reading(file):
             try:
-                ahead = hashed = file.read_bytes()
+                ahead = file.read_bytes()
             except FileNotFoundError:
-                ahead, hashed = old_ahead(file.with_name("metadata"))
-        if _hash(hashed) != record.ahead:
+                refuse_old_ahead(file.parent)
+                ahead = b""
+        if _hash(ahead) != record.ahead:
             return None, "what it holds for the batches ahead does not match its checksum"
         return ahead, None
 

@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, Tree
 from maxbatch.runs.position import CheckpointRecord, StoredParameter
 from maxbatch.system.hashing import mixed
+from maxbatch.system.storage import AnyPath
 from maxbatch.training.update.state import TrainState
 
 # From the Fibonacci lattice, so that indices within a device's array do not collide in a pattern.
@@ -76,16 +78,6 @@ def combined(sums: np.ndarray) -> int:
     return zlib.crc32(np.asarray(sums).astype("<u4").tobytes())
 
 
-@jax.jit
-def word_sum(arrays: Tree) -> jax.Array:
-    """Returns the uint32 sum of all words regardless of position, the checksum of older
-    checkpoints.
-    """
-    return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(
-        dtype=jnp.uint32
-    )
-
-
 def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParameter]:
     """Returns the facts of parameters for a checkpoint's JSON, by name; `sums` begins with their
     checksums.
@@ -117,13 +109,11 @@ def damage_of_state(
 ) -> str | None:
     """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the
     difference or None.
+
+    A checkpoint made without checksums of parameters has only those of its blocks.
     """
     if record.parameters is None:
-        return (
-            None
-            if int(word_sum(state)) == record.checksum
-            else "its arrays do not match their checksum"
-        )
+        return None
     sums = sums_of(state)
     if damage := damage_of_parameters(record.parameters, state.params, sums):
         return damage
@@ -132,6 +122,12 @@ def damage_of_state(
         if combined(sums) == record.checksum
         else "the optimizer's state does not match its checksum"
     )
+
+
+@functools.cache
+def warn_of_no_checksums(checkpoint: AnyPath) -> None:
+    """Warns, once, of a checkpoint without checksums of its parameters."""
+    warn(f"{checkpoint}: was made before parameters had checksums; they are not checked")
 
 
 def parameter_name(path: KeyPath) -> str:

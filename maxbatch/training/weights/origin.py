@@ -45,10 +45,6 @@ class Source(Protocol):
         """
 
     @property
-    def old_identity(self) -> str:
-        """The identity in old checkpoints of adapters, from before origins were pinned."""
-
-    @property
     def step(self) -> int | None:
         """The step of a checkpoint, or the number of its folder in MaxText; None for a Hugging Face
         folder.
@@ -78,7 +74,7 @@ OpenSource = Callable[[str], Source]
 
 
 def open_origin(
-    open_at: OpenSource, key: str, path: str, pin: Origin | None, old_base: str | None, whose: str
+    open_at: OpenSource, key: str, path: str, pin: Origin | None, whose: str
 ) -> tuple[Source, Origin]:
     """Opens the origin of a run; all hosts call it.
 
@@ -86,7 +82,6 @@ def open_origin(
       path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first
         host's newest.
       pin: the required origin; None: any.
-      old_base: the required old identity if there is no pin; None: any.
       whose: names the run, for messages.
 
     Raises:
@@ -105,13 +100,10 @@ def open_origin(
     _refuse_different(stated, gather([type(source).__name__, source.step]))
     identity = source.identity_like(pin.identity) if pin else source.identity
     _refuse_different(stated, gather(identity))
-    if (pin and identity != pin.identity) or (
-        old_base is not None and old_base != source.old_identity
-    ):
+    if pin and identity != pin.identity:
         raise ConfigError(
-            f"{stated}: is not the model that {whose} started from"
-            + (f" ({shown(str(pin), 300)})" if pin else "")
-            + "; put that one back, or name a copy of it"
+            f"{stated}: is not the model that {whose} started from ({shown(str(pin), 300)}); put "
+            "that one back, or name a copy of it"
         )
     origin = broadcast(lambda: Origin(key, path, identity, source.step))
     return source, Origin(*origin)
@@ -182,8 +174,8 @@ class RunOrigin:
       record: the record of the run's newest checkpoint; None for a new run.
 
     Attributes:
-      pin: its record in checkpoints; None until it is read, which runs from before pins may not
-        need.
+      pin: its record in checkpoints; None until it is read, which a run that version 0.3 began may
+        not need.
     """
 
     def __init__(
@@ -196,7 +188,6 @@ class RunOrigin:
     ) -> None:
         self._open_at, self._key, self._path, self._run_dir = open_at, key, path, run_dir
         self._is_resumed = record is not None
-        self._old_base = record.old_base if record else None
         self._source: Source | None = None
         self._has_read = False
         if record is not None:
@@ -228,10 +219,8 @@ class RunOrigin:
                 )
             if not self._path:
                 return None
-            self._source, self.pin = open_origin(
-                self._open_at, self._key, self._path, pin, self._old_base, whose
-            )
-            if self._is_resumed and not pin and self._old_base is None:
+            self._source, self.pin = open_origin(self._open_at, self._key, self._path, pin, whose)
+            if self._is_resumed and not pin:
                 warn(
                     f"{self._run_dir}: was made before checkpoints stated what a run started "
                     f"from; {self._key}={shown(repr(self._path))} is read as it is now"

@@ -93,7 +93,6 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
             BASE_KEY,
             run[BASE_KEY],
             adapting.origin,
-            adapting.old_base,
             f"the run of {source}",
         )
     except ConfigError as error:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
+from maxbatch.runs.old_forms import old_form
 from maxbatch.runs.position import DamagedError
 from maxbatch.system import bounded
 from maxbatch.system.errors import ConfigError, TrainingError
@@ -36,7 +37,6 @@ _MOST_FILE = 64 << 20  # bytes, which one request writes to a store
 # Bounds of an index: a whole state has a block of each device for each array, of some 60 bytes and
 # 5 values.
 _MOST_INDEX, _MOST_VALUES = 4 << 30, 300_000_000
-_ONLY_FILE = "blocks.bin"  # of local checkpoints made before indices named their files
 # a file is missing or of another kind
 DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
@@ -185,7 +185,8 @@ def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
     Raises:
       FileNotFoundError: there is none.
       DamagedError: its content is invalid.
-      OSError, ConfigError, TrainingError: the system or the store refuses.
+      OSError, ConfigError, TrainingError: the system or the store refuses, or the index is in an
+        old form.
     """
     try:
         content = bounded.read_json(
@@ -194,10 +195,11 @@ def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
         if content.pop("checksum") != _checksum(content):
             raise DamagedError(f"{path.name} does not match its checksum")
         forms = tuple(_form(*fields) for fields in content["arrays"])
-        files = content["files"] if "files" in content else {_ONLY_FILE: content["blocks"]}
+        if "files" not in content and "blocks" in content:
+            raise old_form(path.parent, "all blocks are in one file")
         places = {
             name: _place(forms, file, name, *fields)
-            for file, blocks in files.items()
+            for file, blocks in content["files"].items()
             for name, *fields in blocks
         }
         return StoredArrays(path.parent, forms, places, file_sizes(path.parent)), content

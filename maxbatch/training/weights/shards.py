@@ -12,11 +12,11 @@ import numpy as np
 
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import Tree, TreeOf
+from maxbatch.runs.old_forms import refuse_old_arrays
 from maxbatch.runs.position import DamagedError
 from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.threads import in_threads
-from maxbatch.training.weights.old_checkpoints import is_old, read_old
 from maxbatch.training.weights.shard_files import (
     INDEX,
     OTHER_ARRAYS,
@@ -95,13 +95,13 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
 
     Raises:
       DamagedError: they are damaged, or others (`OTHER_ARRAYS`).
-      OSError, ConfigError, TrainingError: the system or the store refuses the read.
+      OSError, ConfigError, TrainingError: the system or the store refuses the read, or Orbax wrote
+        the arrays.
     """
     try:
         stored, _ = read_index(item / INDEX)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        if is_old(item):
-            return read_old(item, abstract, partial)
+        refuse_old_arrays(item)
         raise DamagedError(f"{item.name}/{INDEX} is missing") from None
     forms, numbers = forms_of(abstract), {form: number for number, form in enumerate(stored.forms)}
     if not numbers.keys() >= set(forms) or (len(forms) < len(numbers) and not partial):

@@ -132,6 +132,22 @@ def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began() -> None:
     assert again.is_exhausted() and again.num_ended == again.num_trials == 4
 
 
+def test_an_unfinished_trial_of_maxbatch_0_4_is_one_line_and_no_failure() -> None:
+    folder = planned(RATES)
+    done, stopped = folder.trials()
+    for trial in (done, stopped):
+        checkpoint = trial.folder / "checkpoints" / "2"
+        (checkpoint / "params").mkdir(parents=True)
+        (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
+    sweep = SweepFile.read(write_sweep(RATES))
+    folder.finish(done, "done")
+    with pytest.raises(ConfigError, match=r"sw/.*/checkpoints/2: .*maxbatch==0\.5\.0") as refused:
+        SweepStudy(sweep, folder)
+    assert str(stopped.folder) in str(refused.value)
+    folder.finish(stopped, "done")
+    assert SweepStudy(sweep, folder).num_ended == 2, "a trial that ended has no need of it"
+
+
 def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters() -> None:
     end(source := optuna_trials(1), source.next(), "done", 3.0)
     assert optuna_trials(2).next().number == 1

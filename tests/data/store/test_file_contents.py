@@ -31,9 +31,9 @@ def peak(count: int, cache: Path) -> int:
     tracemalloc.start()
     files = LongList(some_files(count))
     contents = contents_of(files, str(cache))
-    lines = Mapped(str, zip(files, contents.hashes, strict=True))
+    lines = Mapped(str, zip(files, contents, strict=True))
     json_hash(lines)
-    keep(cache / f"lines-{count}", {"lines": Mapped(str, contents.hashes)})
+    keep(cache / f"lines-{count}", {"lines": Mapped(str, contents)})
     found = recall_list(cache / f"lines-{count}", "lines")
     assert found is not None and len(found[0]) == count
     _, most = tracemalloc.get_traced_memory()
@@ -52,13 +52,13 @@ def test_the_cache_holds_the_same_bytes_of_a_long_list_as_of_a_list(tmp_path: Pa
         str(tmp_path), "contents", lines
     )
     file = cache_file(str(tmp_path), "contents", lines)
-    keep(file, {"files": lines, "are_first": True})
+    keep(file, {"files": lines, "others": True})
     expected = file.read_bytes()
-    keep(file, {"files": LongList(lines), "are_first": True})
+    keep(file, {"files": LongList(lines), "others": True})
     assert file.read_bytes() == expected
     found = recall_list(file, "files")
-    assert found is not None and list(found[0]) == lines and found[1] == {"are_first": True}
-    assert recall(file) == {"files": lines, "are_first": True}
+    assert found is not None and list(found[0]) == lines and found[1] == {"others": True}
+    assert recall(file) == {"files": lines, "others": True}
     damaged = (
         expected[:-1],
         expected[:20],
@@ -87,13 +87,10 @@ def test_a_file_is_hashed_again_only_if_it_changed(tmp_path: Path) -> None:
         hashlib.sha256(hashlib.sha256(text).digest()[:16] if text else b"").hexdigest()[:32]
         for text in (b"text" * number for number in range(40))
     ]
-    assert list(contents_of(listed(), cache).hashes) == hashes
+    assert list(contents_of(listed(), cache)) == hashes
     known = known_contents(listed(), cache)
-    assert known is not None and list(known.hashes) == hashes and known.are_first
+    assert known is not None and list(known) == hashes
     (folder / "07").write_text("TEXT" * 7)
     assert known_contents(listed(), cache) is None
     contents = contents_of(listed(), cache)
-    assert [number for number, found in enumerate(contents.hashes) if found != hashes[number]] == [
-        7
-    ]
-    assert not contents.are_first
+    assert [number for number, found in enumerate(contents) if found != hashes[number]] == [7]

@@ -21,7 +21,7 @@ from maxbatch.config.values import Value
 from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
-from maxbatch.data.store.token_store import TokenStore, manifest_checksum, signatures
+from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
@@ -136,28 +136,6 @@ def test_files_that_were_touched_or_copied_are_not_tokenised_again(
     (tmp_path / "copies").mkdir()
     copy = shutil.copy(path, tmp_path / "copies" / "another-name.jsonl")
     assert opened(changed(config, dataset_path=str(copy))) == first
-
-
-def test_stores_of_before_are_hashed_once_and_not_built_again(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, path = opened(config), Path(config.dataset_path)
-    cache = store.folder.parent.parent
-    names = signatures(DocumentSource.from_config(config.store), TOKENIZER, config.store)
-    assert names is not None and names[1] is not None
-    manifest = store.manifest | {"signature": names[1]}
-    manifest["checksum"] = manifest_checksum(manifest)
-    (store.folder / "manifest.json").write_text(json.dumps(manifest))
-    store.folder.rename(store.folder.with_name(names[1]))
-    shutil.rmtree(cache / "contents")
-    with monkeypatch.context() as patch:
-        patch.setattr(DocumentSource, "documents", lambda self: pytest.fail("read again"))
-        assert opened(config).folder.name == names[1]
-        os.utime(path)
-        assert opened(config).folder.name == names[1], "of the same content, whatever the time"
-    hidden(path, path.read_bytes().replace(b"alpha", b"ALPHA"), "rewritten")
-    again = opened(config)
-    assert again.folder.name != names[1] and document(again, 0) == [256, *b"ALPHA", 257]
 
 
 @pytest.mark.parametrize(

@@ -387,9 +387,9 @@ def test_a_full_disk_says_so_and_leaves_nothing(
 def test_a_half_written_checkpoint_does_not_count_and_the_next_start_removes_it(
     saved: Saved,
 ) -> None:
-    for name in (".building-0a1b2c3d-4", "4.orbax-checkpoint-tmp"):
-        (saved.folder / "checkpoints" / name / "params").mkdir(parents=True)
-        (saved.folder / "checkpoints" / name / "params" / "part").write_text("half")
+    half = saved.folder / "checkpoints" / ".building-0a1b2c3d-4" / "params"
+    half.mkdir(parents=True)
+    (half / "part").write_text("half")
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(saved.abstract)
@@ -480,18 +480,20 @@ def test_a_checkpoint_in_maxtexts_form_without_arrays_is_one_line(
         open_source(tmp_path / place)
 
 
-def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:
-    """The archive was made at commit 629f1b4, the last one before the package was divided into
-    rooms.
+def test_a_run_of_0_5_0_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:
+    """The archive was made by maxbatch 0.5.0.
 
-    maxbatch train run_dir=old steps=8 checkpoint_period=4 enable_rampup_batch_size=true
+    maxbatch train run_dir=run steps=8 checkpoint_period=4 enable_rampup_batch_size=true
     per_device_batch_size=4 per_device_batch_size_start=2 per_device_batch_size_increment=1
     global_rampup_samples=12 gradient_accumulation_steps=2 and the smallest model (the rest is in
     its config.yml), on one CPU device. `uninterrupted.jsonl` is its metrics.jsonl; `run` is its
     folder as if it was killed after update 6.
     """
-    with tarfile.open(Path(__file__).parents[1] / "data" / "run_before_rooms.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parents[1] / "data" / "run_of_0_5_0.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
+    assert "attention_output_dim: -1\n" in (tmp_path / "run" / "config.yml").read_text(), (
+        "a former key"
+    )
     config = load_config(tmp_path / "run" / "config.yml", [f"run_dir={tmp_path / 'run'}"])
     outcome = train(config, jax.devices()[:1])
     assert outcome.position.step == 8 and not (tmp_path / "run" / "checkpoints-damaged").exists()
@@ -513,17 +515,12 @@ def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_pa
             assert mine[key] == pytest.approx(their[key], rel=1e-5), (mine["step"], key)
 
 
-def test_a_checkpoint_from_before_whole_stores_were_hashed_resumes_and_one_line_says_so(
-    saved: Saved,
-) -> None:
+def test_a_checkpoint_that_hashed_a_part_of_a_store_is_of_maxbatch_0_5_0(saved: Saved) -> None:
     hashed = {**DATA, "all tokens": "1", "source 1: all tokens": "2"}
     with saved.open(hashed) as checkpoints:
-        assert newest_of(checkpoints)[0].step == 3
+        with pytest.raises(ConfigError, match=r"maxbatch==0\.5\.0 still reads it"):
+            checkpoints.newest()
         checkpoints.save(saved.state, Position(4, 40))
-    assert (
-        len(saved.warnings) == 1
-        and "hashed a large store of Megatron's in part" in saved.warnings[0]
-    )
     with (
         saved.open(hashed | {"all tokens": "3"}) as checkpoints,
         pytest.raises(ConfigError, match="all tokens: '1' there"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -258,18 +257,6 @@ def test_a_start_whose_only_local_state_is_damaged_does_not_begin_anew(
     else:
         assert restart(lost, ONE, "overwrite_run=true")[0] == 0
         assert not local_states(lost) and not (lost / "run" / "metrics.jsonl").exists()
-
-
-def test_a_local_checkpoint_of_an_earlier_version_is_taken(lost: Path) -> None:
-    """Its index named the blocks of its only file, `blocks.bin`."""
-    (state,) = lost.glob("disk/run-*/host-0/6")
-    content = json.loads((state / "state.json").read_text())
-    content |= {"blocks": content.pop("files")["blocks-0.bin"]}
-    del content["checksum"]
-    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (state / "state.json").write_text(json.dumps(content | {"checksum": checksum}))
-    (state / "blocks-0.bin").rename(state / "blocks.bin")
-    assert restart(lost)[0] == 6
 
 
 def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> None:

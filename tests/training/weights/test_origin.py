@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch import load_config
 from maxbatch.huggingface.arrays import reading
 from maxbatch.rl.learner import Learner
 from maxbatch.runs.position import CheckpointRecord, committed_steps, read_record
@@ -214,7 +213,7 @@ def test_a_resume_of_grpo_measures_from_the_checkpoint_that_it_started_from(
 
 
 def _forget_origins(run_dir: Path) -> None:
-    """Makes the checkpoints of a run those of a version that stated no origin."""
+    """Makes the checkpoints of a run those of one that began before checkpoints stated an origin."""
     for step in committed_steps(run_dir):
         checkpoint = run_dir / "checkpoints" / str(step)
         record = read_record(checkpoint)._replace(origin=None)
@@ -257,37 +256,6 @@ def test_every_byte_of_a_folder_is_in_its_identity(tmp_path: Path) -> None:
     assert open_source(folder).identity != whole, "these ids end what is sampled"
 
 
-@pytest.mark.runs
-def test_adapters_of_before_are_compared_the_old_way_and_pinned_in_the_new(tmp_path: Path) -> None:
-    folder, run_dir = big_folder(tmp_path / "model"), tmp_path / "run"
-    data = ("dataset_type=synthetic", "generate_prompt=", "eval_interval=-1", "tokenizer_type=byte")
-    keys = (
-        *RUN,
-        *data,
-        "model_name=auto",
-        *lora(folder),
-        f"run_dir={run_dir}",
-        "max_target_length=32",
-    )
-
-    def go(steps: int) -> None:
-        train(load_config(overrides=[*keys, f"steps={steps}"]), ONE)
-
-    go(1)
-    record = newest(run_dir)
-    _forget_origins(run_dir)
-    model = record.identity["model"] | {"base": open_source(folder).old_identity}
-    old = record._replace(origin=None, identity=record.identity | {"model": model})
-    metadata = run_dir / "checkpoints" / "1" / "position" / "metadata"
-    metadata.write_text(json.dumps(old.to_json()))
-    go(2)
-    assert newest(run_dir).origin == record.origin
-    shutil.rmtree(run_dir / "checkpoints" / "2")
-    flip(folder / "model.safetensors", 20)  # of the header, which the first block holds
-    with pytest.raises(ConfigError, match="is not the model that the run"):
-        go(2)
-
-
 class Pod:
     """Hosts that see folders of their own, one asked after the other."""
 
@@ -312,7 +280,7 @@ def test_hosts_with_different_models_are_refused_by_key(
                 ConfigError,
                 match=r"load_parameters_path='.*hosts have different models .*host 1 dif",
             ):
-                open_origin(open_source, "load_parameters_path", str(path), None, None, "the run")
+                open_origin(open_source, "load_parameters_path", str(path), None, "the run")
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
