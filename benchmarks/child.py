@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measurement import BenchmarkError
-from maxbatch.system.cpu_devices import give_cpu_devices_threads
+from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
 
 
 def main(name: str, output: str, size: str) -> int:

@@ -54,7 +54,7 @@ def measure(quick: bool) -> list[Measurement]:
 
 
 def _measure(keys: tuple[str, ...], documents: int, turns: int) -> list[Measurement]:
-    from maxbatch.training.harness.tasks import Tasks
+    from maxbatch.around.harness.tasks import Tasks
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -27,8 +27,8 @@ from maxbatch.config.loading import load_config
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import abstract_settings, make_train_step
+from maxbatch.update.state import abstract_state
+from maxbatch.update.step import abstract_settings, make_train_step
 
 DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
 # The first updates of both sides are equal to the bit; later ones differ, as rounding moves tokens

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks import smollm2
 from benchmarks.commands import finish, metrics_of, start
 from benchmarks.measurement import Measurement
-from maxbatch.data.store.tokenizers import make_tokenizer
-from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.around.sampling.sampler import Sampler, SamplingRules
+from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from tests.helpers.parameters import load_parameters
 
 BARS = {"before": 0.1, "after": 0.9, "seconds": 15 * 60.0, "nats": 0.01}

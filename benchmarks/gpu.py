@@ -36,7 +36,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.scores import ScoreRules
 from maxbatch.plan.program import Kernel
-from maxbatch.system.chips import chip_of
+from maxbatch.system.hardware.chips import chip_of
 
 BAR = 0.95
 BUDGET_S = 480.0

@@ -14,8 +14,8 @@ from maxbatch.config.loading import load_config
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import abstract_settings, make_train_step
+from maxbatch.update.state import abstract_state
+from maxbatch.update.step import abstract_settings, make_train_step
 
 BAR = 1.01
 _MICRO_BATCHES = 4

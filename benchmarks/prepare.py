@@ -21,7 +21,7 @@ from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from maxbatch.config.loading import load_config
 from maxbatch.data.store.builder import Build, build_store
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 
 BAR = 0.9
 WORKERS = 2

@@ -24,7 +24,7 @@ from benchmarks.measurement import Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN
 from maxbatch.config.loading import load_config
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.training.update.state import abstract_state, init_state
+from maxbatch.update.state import abstract_state, init_state
 
 BAR = 0.95
 _DEVICES, _ROWS = 4, 2

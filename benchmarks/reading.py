@@ -25,12 +25,12 @@ import jax
 import numpy as np
 
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
+from maxbatch.around.huggingface.arrays.tensors import parameter_places, tensor_shapes
+from maxbatch.around.huggingface.folder.config_export import config_json
 from maxbatch.config.loading import load_config
-from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
-from maxbatch.huggingface.folder.config_export import config_json
-from maxbatch.huggingface.folder.safetensors import write_tensors
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.training.update.state import abstract_model
+from maxbatch.system.storage.safetensors import write_tensors
+from maxbatch.update.state import abstract_model
 from tests.helpers.parameters import load_parameters
 
 SPEED, MEMORY = 0.8, 1.3

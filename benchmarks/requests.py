@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.measurement import BenchmarkError, Measurement
 from maxbatch.cli import main
 from maxbatch.config.loading import load_config
-from maxbatch.training.own import Parts
-from maxbatch.training.pretraining import train
-from maxbatch.training.record.recorder import Output
+from maxbatch.run.own import Parts
+from maxbatch.run.pretraining import train
+from maxbatch.run.record.recorder import Output
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.tiny import TINY_MODEL
 

@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_in_turns
+from maxbatch.around.sampling.sampler import Sampler, SamplingRules
 from maxbatch.config.loading import load_config
-from maxbatch.data.store.tokenizers import ByteTokenizer
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 BAR, SHARED_BAR = 10.0, 2.0
 _P = 16

@@ -31,9 +31,9 @@ def main(output: str, began: str, *overrides: str) -> None:
     for library in _LIBRARIES:
         importlib.import_module(library)
         passed(f"import {library}")
-    from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.pretraining import open_pretraining
-    from maxbatch.training.session import RunContext, Session
+    from maxbatch.run.compile.cache import use_persistent_cache
+    from maxbatch.run.pretraining import open_pretraining
+    from maxbatch.run.session import RunContext, Session
 
     passed("import the rest of maxbatch")
     import jax

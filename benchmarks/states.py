@@ -100,7 +100,7 @@ def _table(title: str, found: dict[Path, list[dict[str, float]]]) -> Table:
 
 def measure(checkout: Path, place: str, megabytes: int, num_hosts: int) -> dict[str, float]:
     """Returns the figures of one save and two restores with the package of a checkout."""
-    from maxbatch.system.ports import free_port
+    from maxbatch.system.processes.ports import free_port
     from tests.helpers.stores import serving
 
     with contextlib.ExitStack() as stack:
@@ -187,12 +187,12 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     from maxbatch.parallel.hosts import gather, is_first, join
-    from maxbatch.runs.position import Position
-    from maxbatch.runs.run_id import RunIdentity
-    from maxbatch.system.storage import as_path
-    from maxbatch.training.update.state import TrainState
-    from maxbatch.training.weights.checkpoints import Checkpoints
-    from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
+    from maxbatch.run.folder.position import Position
+    from maxbatch.run.folder.run_id import RunIdentity
+    from maxbatch.run.weights.checkpoints import Checkpoints
+    from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
+    from maxbatch.system.storage.storage import as_path
+    from maxbatch.update.state import TrainState
 
     join(60)
     num_hosts = jax.process_count()

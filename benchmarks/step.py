@@ -29,10 +29,10 @@ from benchmarks.trainer import (
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import StagedBatch
-from maxbatch.training.compile.cache import CompileCounter
-from maxbatch.training.pretraining import BuiltPretraining, open_pretraining
-from maxbatch.training.record.profiling import Profiler
-from maxbatch.training.session import RunContext, Session
+from maxbatch.run.compile.cache import CompileCounter
+from maxbatch.run.pretraining import BuiltPretraining, open_pretraining
+from maxbatch.run.record.profiling import Profiler
+from maxbatch.run.session import RunContext, Session
 
 BAR = 0.97
 TOLERANCE = 2e-4

@@ -13,7 +13,7 @@ from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
-from maxbatch.training.update.state import TrainState, init_state
+from maxbatch.update.state import TrainState, init_state
 
 LEARNING_RATE = np.float32(1e-3)
 

@@ -15,8 +15,8 @@ import maxbatch
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
-from maxbatch.training.update.state import abstract_state, init_state
-from maxbatch.training.update.step import make_train_step
+from maxbatch.update.state import abstract_state, init_state
+from maxbatch.update.step import make_train_step
 
 LENGTH = 8
 MOST_ROWS = 12  # of a batch of an audit, padding included

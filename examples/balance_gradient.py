@@ -22,7 +22,7 @@ import numpy as np
 
 import maxbatch
 from maxbatch.model.experts.routing import RoutingSums, Slots, choose, slot_hashes, within_rows
-from maxbatch.training.update.balance import Balance, Scale
+from maxbatch.update.balance import Balance, Scale
 
 ROWS, LENGTH, WIDTH, NUM_EXPERTS, CHOICES = 16, 64, 32, 8, 2
 CUTS = (1, 2, 4, 8, 16)

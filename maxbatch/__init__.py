@@ -19,24 +19,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
-    from maxbatch.auditing.audit import Audit, audit
-    from maxbatch.auditing.trainer import Layout
+    from maxbatch.around.auditing.audit import Audit, audit
+    from maxbatch.around.auditing.trainer import Layout
+    from maxbatch.around.evaluate import evaluate
+    from maxbatch.around.loaded_model import (
+        LoadedModel,
+        RecordScore,
+        Scores,
+        generate,
+        load_model,
+        score,
+    )
     from maxbatch.config.config import Config
     from maxbatch.config.loading import load_config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
-    from maxbatch.harness import evaluate
-    from maxbatch.loaded_model import LoadedModel, RecordScore, Scores, generate, load_model, score
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
-    from maxbatch.runs.metrics import read_metrics
+    from maxbatch.run.folder.metrics import read_metrics
+    from maxbatch.run.own import Loss, MakeModel, Rows, next_token_loss
+    from maxbatch.run.record.recorder import Output
+    from maxbatch.run.session import Outcome
+    from maxbatch.run.weights.parameters import load_parameters
     from maxbatch.system.errors import ConfigError, StopTraining, TrainingError
-    from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
-    from maxbatch.training.record.recorder import Output
-    from maxbatch.training.session import Outcome
-    from maxbatch.training.weights.parameters import load_parameters
 
 __version__ = "0.6.0.dev0"
 
@@ -79,39 +86,39 @@ __all__ = [
 ]
 
 _HOME = {
-    "Audit": "maxbatch.auditing.audit",
+    "Audit": "maxbatch.around.auditing.audit",
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
     "Config": "maxbatch.config.config",
     "ConfigError": "maxbatch.system.errors",
     "FedBatch": "maxbatch.api",
-    "Layout": "maxbatch.auditing.trainer",
+    "Layout": "maxbatch.around.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",
-    "LoadedModel": "maxbatch.loaded_model",
-    "Loss": "maxbatch.training.own",
-    "MakeModel": "maxbatch.training.own",
-    "Outcome": "maxbatch.training.session",
-    "Output": "maxbatch.training.record.recorder",
+    "LoadedModel": "maxbatch.around.loaded_model",
+    "Loss": "maxbatch.run.own",
+    "MakeModel": "maxbatch.run.own",
+    "Outcome": "maxbatch.run.session",
+    "Output": "maxbatch.run.record.recorder",
     "RampupBatchManager": "maxbatch.plan.rampup",
-    "RecordScore": "maxbatch.loaded_model",
-    "Rows": "maxbatch.training.own",
+    "RecordScore": "maxbatch.around.loaded_model",
+    "Rows": "maxbatch.run.own",
     "Samples": "maxbatch.data.stream.own",
-    "Scores": "maxbatch.loaded_model",
+    "Scores": "maxbatch.around.loaded_model",
     "StopTraining": "maxbatch.system.errors",
     "Stream": "maxbatch.data.stream.stream",
     "TrainingError": "maxbatch.system.errors",
-    "audit": "maxbatch.auditing.audit",
-    "evaluate": "maxbatch.harness",
-    "generate": "maxbatch.loaded_model",
+    "audit": "maxbatch.around.auditing.audit",
+    "evaluate": "maxbatch.around.evaluate",
+    "generate": "maxbatch.around.loaded_model",
     "load_config": "maxbatch.config.loading",
-    "load_model": "maxbatch.loaded_model",
-    "load_parameters": "maxbatch.training.weights.parameters",
+    "load_model": "maxbatch.around.loaded_model",
+    "load_parameters": "maxbatch.run.weights.parameters",
     "make_mesh": "maxbatch.parallel.mesh",
-    "next_token_loss": "maxbatch.training.own",
+    "next_token_loss": "maxbatch.run.own",
     "open_feed": "maxbatch.api",
     "open_stream": "maxbatch.data.stream.stream",
-    "read_metrics": "maxbatch.runs.metrics",
-    "score": "maxbatch.loaded_model",
+    "read_metrics": "maxbatch.run.folder.metrics",
+    "score": "maxbatch.around.loaded_model",
     "train": "maxbatch.api",
 }
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from maxbatch.system.command_start import can_continue
+from maxbatch.system.processes.command_start import can_continue
 
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -35,13 +35,13 @@ from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
 from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.runs.metrics import Record
+from maxbatch.run import pretraining
+from maxbatch.run.folder.metrics import Record
+from maxbatch.run.own import Loss, MakeModel, Optimizer, Parts
+from maxbatch.run.record.recorder import Output
+from maxbatch.run.session import Outcome
 from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError
-from maxbatch.training import pretraining
-from maxbatch.training.own import Loss, MakeModel, Optimizer, Parts
-from maxbatch.training.record.recorder import Output
-from maxbatch.training.session import Outcome
 
 
 def train(

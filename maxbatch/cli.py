@@ -20,9 +20,6 @@ from maxbatch.config.values import nearest_name, nearest_or_all, refuse_no_text,
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.parallel.devices import failure_of_devices
-from maxbatch.system.child_process import continue_stopped_children
-from maxbatch.system.command_start import can_continue, mark_start, take_process
-from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import (
     EXIT_CODES,
     EXIT_DONE,
@@ -34,8 +31,11 @@ from maxbatch.system.errors import (
     reason,
     report,
 )
-from maxbatch.system.folding import folded, folded_command, help_width
-from maxbatch.system.stopping import leave_threads_behind, watch_signals
+from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
+from maxbatch.system.processes.child_process import continue_stopped_children
+from maxbatch.system.processes.command_start import can_continue, mark_start, take_process
+from maxbatch.system.processes.stopping import leave_threads_behind, watch_signals
+from maxbatch.system.terminal.folding import folded, folded_command, help_width
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str]) -> int:
             )
         is_read_enough = isinstance(error, BrokenPipeError)
         if is_read_enough or is_disk_full(error):
-            from maxbatch.system.terminal import discard_output
+            from maxbatch.system.terminal.terminal import discard_output
 
             discard_output()  # whatever is left of it has no reader, or perhaps no room
             return EXIT_DONE if is_read_enough else report(error, as_json)

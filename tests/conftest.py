@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from maxbatch.system.cpu_devices import give_cpu_devices_threads
+from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 

@@ -224,9 +224,9 @@ def fake_train(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[object]
             raise outcome
         return types.SimpleNamespace(stopped_by=outcome)
 
-    module = types.ModuleType("maxbatch.training.pretraining")
+    module = types.ModuleType("maxbatch.run.pretraining")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "maxbatch.training.pretraining", module)
+    monkeypatch.setitem(__import__("sys").modules, "maxbatch.run.pretraining", module)
     return seen
 
 

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 import maxbatch
+from maxbatch.around.harness.run_model import figures
+from maxbatch.around.huggingface.export.model import export_model
 from maxbatch.cli import main
-from maxbatch.data.store.tokenizers import make_tokenizer
-from maxbatch.huggingface.export.model import export_model
+from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.training.harness.run_model import figures
-from maxbatch.training.pretraining import train
+from maxbatch.run.pretraining import train
 from tests.helpers.chats import write_tokenizer
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import TINY_MODEL, read_metrics
@@ -198,8 +198,8 @@ def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_trans
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from maxbatch.training.harness.model import HarnessModel
-    from maxbatch.training.harness.tasks import load_tasks
+    from maxbatch.around.harness.model import HarnessModel
+    from maxbatch.around.harness.tasks import load_tasks
 
     export_model(str(run_dir), str(tmp_path / "exported"), None)
     theirs = HFLM(

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
+from maxbatch.around.sweep.study import check_combinations
+from maxbatch.around.sweep.sweep_file import SweepFile
 from maxbatch.cli import make_parser
-from maxbatch.commands.sweep.study import check_combinations
-from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.system.ports import free_port
+from maxbatch.system.processes.ports import free_port
 from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, read_metrics

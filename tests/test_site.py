@@ -20,7 +20,7 @@ import pytest
 import maxbatch
 from maxbatch.commands import COMMANDS
 from maxbatch.config.sections import KEYS, SECTIONS
-from maxbatch.runs.metrics_schema import Metric
+from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.system.errors import EXIT_CODES
 from tests.helpers.chromium import ask
 from tests.helpers.pages import PAGES, TOP

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxbatch.around.sampling.sampler import PromptRows, Responses, Sampler, SamplingRules
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
-from maxbatch.sampling.sampler import PromptRows, Responses, Sampler, SamplingRules
 
 Completions = Sequence[Sequence[Sequence[int]]]  # token ids, by prompt and number
 

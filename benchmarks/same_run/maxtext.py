@@ -14,7 +14,7 @@ from benchmarks.same_run.cases import PRE_TRAINING, Case, Rows, make_rows
 from benchmarks.same_run.environments import run
 from benchmarks.same_run.figures import Update
 from benchmarks.same_run.run_pair import Pair
-from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
+from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
 
 _PROGRAM = Path(__file__).with_name("maxtext_program.py")
 _TRAINERS = "maxtext.trainers"

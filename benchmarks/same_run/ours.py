@@ -21,14 +21,14 @@ from benchmarks.same_run.cases import Rows
 from benchmarks.same_run.figures import Update
 from benchmarks.same_run.given_completions import Completions, sampler_of
 from maxbatch.config.config import Config
+from maxbatch.kinds.prompt import rollout
+from maxbatch.kinds.prompt.run import train_policy
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
-from maxbatch.rl import rollout
-from maxbatch.rl.run import train_policy
-from maxbatch.training.session import Outcome
-from maxbatch.training.update.state import TrainState, abstract_state
-from maxbatch.training.weights.parameters import open_parameters, open_source
+from maxbatch.run.session import Outcome
+from maxbatch.run.weights.parameters import open_parameters, open_source
+from maxbatch.update.state import TrainState, abstract_state
 
 
 class Trained(NamedTuple):

@@ -15,9 +15,9 @@ from benchmarks.same_run import ours
 from benchmarks.same_run.cases import VOCABULARY, Case, make_records, make_rows
 from benchmarks.same_run.environments import run
 from benchmarks.same_run.run_pair import Pair
-from maxbatch.huggingface.export.peft import export_adapters
-from maxbatch.huggingface.folder.safetensors import stored_tensors
-from maxbatch.training.weights.parameters import open_parameters, open_source
+from maxbatch.around.huggingface.export.peft import export_adapters
+from maxbatch.run.weights.parameters import open_parameters, open_source
+from maxbatch.system.storage.safetensors import stored_tensors
 
 _PROGRAM = Path(__file__).with_name("trl_program.py")
 _MODEL = {

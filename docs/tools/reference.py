@@ -1,6 +1,6 @@
 """The reference pages of the site, made from the source at build time: a hook of mkdocs.
 
-Config keys come from the typed sections of config/sections.py, metrics from runs/metrics_schema.py,
+Config keys come from the typed sections of config/sections.py, metrics from run/folder/metrics_schema.py,
 flags from the parsers, exit codes from system/errors.py, and the names of the Python page from
 `maxbatch.__all__`.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import maxbatch
 from maxbatch.cli import main, make_parser
 from maxbatch.commands import COMMANDS
-from maxbatch.runs.metrics_schema import Metric
+from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.system.errors import EXIT_CODES
 
 _TOP = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch config per_device_batch_size"),
         prints_json=True),
     "import": Command(
-        "maxbatch.commands.import_config.command",
+        "maxbatch.commands.import_config",
         "Convert a config of MaxText, Hugging Face, TRL, DeepSpeed, Axolotl, Megatron, NeMo and others.",
         ("maxbatch import maxtext llama2_7b.yml --output run.yml",
          "maxbatch import auto pretrain.sh --skip-unsupported")),
@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch train run.yml enable_rampup_batch_size=true --simulate-devices 4",
          "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4")),
     "fit": Command(
-        "maxbatch.commands.fit.command",
+        "maxbatch.commands.fit",
         "Find the largest batch that fits in memory, and with --mesh auto the axes, by compiling.",
         ("maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
          "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
@@ -108,18 +108,18 @@ COMMANDS: dict[str, Command] = {
          "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
          "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score")),
     "sweep": Command(
-        "maxbatch.commands.sweep.command",
+        "maxbatch.commands.sweep",
         "Train a run for each combination of swept config keys, and compare them.",
         ("maxbatch sweep batch_size",
          "maxbatch sweep configs/sweeps/batch_size.yml",
          "maxbatch sweep lr.yml --ray auto --resources TPU=4"), prints_json=True),
     "critical-batch": Command(
-        "maxbatch.commands.critical_batch.command",
+        "maxbatch.commands.critical_batch",
         "Measure the critical batch size along a run, and print a batch schedule from it.",
         ("maxbatch critical-batch runs/default",
          "maxbatch critical-batch runs/default --checkpoints 100,400,1600 --factors 1/2,1,2,4,8,16 --samples 4K")),
     "report": Command(
-        "maxbatch.commands.report.command",
+        "maxbatch.commands.report",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
         ("maxbatch report runs/default",
          "maxbatch report runs/a runs/b --output compared.html",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from maxbatch.config.own_parts import TRAINED, refuse_own_parts
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
-from maxbatch.system.cpu_devices import make_cpu_devices
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.warning import warn
+from maxbatch.system.hardware.cpu_devices import make_cpu_devices
+from maxbatch.system.terminal.warning import warn
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config
-    from maxbatch.system.ray_cluster import RayCluster
+    from maxbatch.system.processes.ray_cluster import RayCluster
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 
@@ -240,7 +240,7 @@ def ray_cluster(
                 "--resources"
             )
         return contextlib.nullcontext()
-    from maxbatch.system.ray_cluster import RayCluster
+    from maxbatch.system.processes.ray_cluster import RayCluster
 
     return RayCluster(args.ray, args.resources or {}, retries)
 
@@ -291,7 +291,7 @@ def add_averaged(parser: argparse.ArgumentParser) -> None:
 
 def model_of(args: argparse.Namespace) -> str:
     """Returns the path of the model that MODEL and --best name."""
-    from maxbatch.system.storage import as_path
+    from maxbatch.system.storage.storage import as_path
 
     if not args.best:
         return str(args.model)

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
-from maxbatch.auditing.junit import junit_xml, junit_xml_of_error
-from maxbatch.auditing.resuming import ImportMake
-from maxbatch.auditing.trainer import Make
+from maxbatch.around.auditing.audit import LEAST, Audit, Verdict, audit
+from maxbatch.around.auditing.junit import junit_xml, junit_xml_of_error
+from maxbatch.around.auditing.resuming import ImportMake
+from maxbatch.around.auditing.trainer import Make
 from maxbatch.commands.arguments import add_simulated_devices, simulate_devices, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
-from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from maxbatch.system.folding import folded, terminal_width
-from maxbatch.system.terminal import PipeConsole, PlainTable
-from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
+from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
+from maxbatch.system.storage.atomic_files import write_atomically
+from maxbatch.system.terminal.folding import folded, terminal_width
+from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
 
 _LONGEST_PROBLEM = 400
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxbatch.around.compile.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.arguments import config_of, count, local_path, place
-from maxbatch.commands.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.refusing import may_have_others, refusing_together
 from maxbatch.commands.simulation import check_hosts, run_hosts
 from maxbatch.commands.targets import (
@@ -31,16 +31,16 @@ from maxbatch.config.config import Config
 from maxbatch.config.pins import program_keys
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.survival import Machine, smaller_machines
-from maxbatch.runs.old_forms import refuse_old_run
-from maxbatch.system.chips import Peak, mfu_peak
+from maxbatch.run.compile.target import Target, device_facts, find_target, machine_name
+from maxbatch.run.folder.old_forms import refuse_old_run
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
-from maxbatch.system.folding import printable
-from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.system.warning import note
-from maxbatch.training.compile.target import Target, device_facts, find_target, machine_name
+from maxbatch.system.hardware.chips import Peak, mfu_peak
+from maxbatch.system.storage.storage import AnyPath, as_path
+from maxbatch.system.terminal.folding import printable
+from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
-    from maxbatch.training.compile.memory import Parts, Verdict
+    from maxbatch.run.compile.memory import Parts, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,9 +175,9 @@ def _compile_run(
       TrainingError: a program does not fit.
     """
     from maxbatch.parallel.hosts import is_first
-    from maxbatch.training.compile.memory import known_parts
-    from maxbatch.training.compile.saved import save_programs
-    from maxbatch.training.programs import step_name
+    from maxbatch.run.compile.memory import known_parts
+    from maxbatch.run.compile.saved import save_programs
+    from maxbatch.run.programs import step_name
 
     programs, updates = programs_on(config, target, plan)
     shapes = [update.shape for update in updates]
@@ -240,7 +240,7 @@ def _made_folder(path: str | None) -> Path | None:
 
 
 def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> TrainingError:
-    from maxbatch.training.compile.compiler import HBM
+    from maxbatch.run.compile.compiler import HBM
 
     return TrainingError(
         f"{what} does not fit {target.name}: {verdict.wants}; "
@@ -253,7 +253,7 @@ def _figures(one: Compiled) -> dict[str, object]:
 
 
 def _memory_figures(verdict: Verdict) -> dict[str, object]:
-    from maxbatch.training.compile.compiler import LACKS_HBM
+    from maxbatch.run.compile.compiler import LACKS_HBM
 
     return {
         **(dataclasses.asdict(verdict.memory) if verdict.memory else {}),
@@ -285,8 +285,8 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from maxbatch.system.terminal import PipeConsole
-    from maxbatch.training.compile.memory import gigabytes
+    from maxbatch.run.compile.memory import gigabytes
+    from maxbatch.system.terminal.terminal import PipeConsole
 
     columns = ("program", "arguments", "temporaries", "needed", "available", "compiled in")
     table = Table(*columns, title=target.name)

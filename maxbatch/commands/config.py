@@ -17,13 +17,13 @@ from rich.table import Table
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key
 from maxbatch.config.loading import Setting, find_config, resolve
-from maxbatch.config.matrices import model_size
 from maxbatch.config.sections import KEYS, SECTIONS, ModelConfig, names_of
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown, value_text
+from maxbatch.families.matrices import model_size
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import folded
-from maxbatch.system.terminal import PipeConsole
+from maxbatch.system.terminal.folding import folded
+from maxbatch.system.terminal.terminal import PipeConsole
 
 _PIPE_WIDTH = 1_000_000  # only a terminal cuts lines
 _LEAST_WIDTH = 32  # of the unit and rule

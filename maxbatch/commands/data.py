@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of, count, whole
-from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.stream.bad_records import BadRecord, bad_records
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import counted, printable
-from maxbatch.system.terminal import PipeConsole
+from maxbatch.system.terminal.folding import counted, printable
+from maxbatch.system.terminal.terminal import PipeConsole
 
 _DEFAULT_COUNT = 3
 _BLOCK_ROWS = 256
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"{flag}: {what}; leave out --first and --count")
     if args.bad:
         if recipe.is_sampled:
-            from maxbatch.rl.bad_prompts import bad_prompts
+            from maxbatch.kinds.prompt.bad_prompts import bad_prompts
 
             records = bad_prompts(config.prompting)
         else:

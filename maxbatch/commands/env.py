@@ -7,8 +7,8 @@ import os
 import platform
 
 from maxbatch.system.errors import EXIT_DONE
-from maxbatch.system.folding import folded_rows, printable, terminal_width
-from maxbatch.system.versions import computing_versions, installed
+from maxbatch.system.hardware.versions import computing_versions, installed
+from maxbatch.system.terminal.folding import folded_rows, printable, terminal_width
 
 _OTHERS = (
     "numpy",

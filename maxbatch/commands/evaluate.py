@@ -19,7 +19,7 @@ from maxbatch.commands.arguments import (
     whole,
 )
 from maxbatch.system.errors import EXIT_DONE
-from maxbatch.system.terminal import PipeConsole, PlainTable
+from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
 
 _STDERR = "_stderr"
 
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars
     simulate_devices(args.simulate_devices)
-    from maxbatch.harness import evaluate
-    from maxbatch.loaded_model import LoadedModel
-    from maxbatch.training.harness.tasks import check_installed
+    from maxbatch.around.evaluate import evaluate
+    from maxbatch.around.harness.tasks import check_installed
+    from maxbatch.around.loaded_model import LoadedModel
 
     check_installed()
     found = evaluate(

@@ -8,7 +8,7 @@ from maxbatch.commands.arguments import add_averaged, check_overrides, model_of
 from maxbatch.config.base_path import BASE_KEY, stated_base
 from maxbatch.config.values import shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError
-from maxbatch.system.folding import printable
+from maxbatch.system.terminal.folding import printable
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH"
             )
-    from maxbatch.huggingface.export.model import export_model
-    from maxbatch.huggingface.export.peft import export_adapters
-    from maxbatch.maxtext.export import export_maxtext
+    from maxbatch.around.huggingface.export.model import export_model
+    from maxbatch.around.huggingface.export.peft import export_adapters
+    from maxbatch.around.maxtext.export import export_maxtext
 
     if args.format == "maxtext":
         if args.adapter:

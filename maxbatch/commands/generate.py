@@ -10,23 +10,23 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
-from maxbatch.config.base_path import stated_base
-from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.values import Bounds, shown
-from maxbatch.huggingface.folder.config_json import (
+from maxbatch.around.huggingface.folder.config_json import (
     context_length,
     end_tokens,
     is_huggingface_folder,
 )
+from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
+from maxbatch.config.base_path import stated_base
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.values import Bounds, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
-from maxbatch.system.folding import printable
-from maxbatch.system.warning import note
+from maxbatch.system.terminal.folding import printable
+from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
+    from maxbatch.around.sampling.chat import Chat
     from maxbatch.config.config import Config
-    from maxbatch.data.store.tokenizer import Tokenizer
-    from maxbatch.sampling.chat import Chat
+    from maxbatch.data.tokenizers.tokenizer import Tokenizer
 
 _TEXT_TOKENS = 128
 _MOST_CONTEXT = 8192  # tokens of a conversation; a longer context would take gigabytes
@@ -88,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--prompt: must not be empty beside --chat; works: a message, or no --prompt"
         )
+    from maxbatch.around.sampling.chat import Chat
+    from maxbatch.around.sampling.sampler import SamplingRules
+    from maxbatch.around.sampling.text import generate_text
     from maxbatch.data.store.cache_folder import cache_folder
-    from maxbatch.data.store.tokenizers import tokenizer_of
-    from maxbatch.sampling.chat import Chat
-    from maxbatch.sampling.sampler import SamplingRules
-    from maxbatch.sampling.text import generate_text
-    from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.weights.parameters import open_source, restored
+    from maxbatch.data.tokenizers.tokenizers import tokenizer_of
+    from maxbatch.run.compile.cache import use_persistent_cache
+    from maxbatch.run.weights.parameters import open_source, restored
 
     args.model = model_of(args)
     source = open_source(args.model, args.averaged, stated_base(args.overrides))

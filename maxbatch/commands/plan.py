@@ -19,14 +19,14 @@ from maxbatch.commands.arguments import (
 from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.warning import note, warn
+from maxbatch.system.terminal.warning import note, warn
 
 if TYPE_CHECKING:
     from maxbatch.commands.surviving import SurvivingMachine
     from maxbatch.config.config import Config
     from maxbatch.plan.batch import BatchPlan, Resume
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
-    from maxbatch.system.chips import Peak
+    from maxbatch.system.hardware.chips import Peak
 
 _MOST_PARTS = 1_000_000
 _MOST_EPOCHS = 100  # of the default data, before a plan asks whether it is meant
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
     from maxbatch.plan.run_time import run_time
     from maxbatch.plan.stages import check_epochs
-    from maxbatch.runs.foreign import refuse_foreign
-    from maxbatch.system.storage import is_remote
+    from maxbatch.run.folder.foreign import refuse_foreign
+    from maxbatch.system.storage.storage import is_remote
 
     config = config_of(args, needs=())
     if not is_remote(config.run_dir):  # a plan asks no bucket
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topology:
         config = _take_topology(config, args)
     if recipe.is_sampled and not _may_mean_rows(args):
-        from maxbatch.rl.refusals import check_policy
+        from maxbatch.kinds.prompt.refusals import check_policy
 
         check_policy(config.rl, config.prompting, config.compiled_dir)
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(printed, indent=2))
         return 0
     from maxbatch.plan.view import render_frameworks, render_layout, render_plan
-    from maxbatch.system.terminal import PipeConsole
+    from maxbatch.system.terminal.terminal import PipeConsole
 
     console = PipeConsole()
     of_own = "\n".join(
@@ -197,8 +197,8 @@ def _loaded_before(config: Config) -> Resume:
 
     if not 0 < exact(config.expansion_factor_real_data) < 1:
         return NEW_RUN
-    from maxbatch.runs.position import DamagedError, last_saved, read_record
-    from maxbatch.system.storage import as_path
+    from maxbatch.run.folder.position import DamagedError, last_saved, read_record
+    from maxbatch.system.storage.storage import as_path
 
     run_dir = as_path(config.run_dir)
     if (step := last_saved(run_dir)) is None:
@@ -214,7 +214,7 @@ def _take_topology(config: Config, args: argparse.Namespace) -> Config:
     Returns:
       The config; with `--survive`, which compiles, with the flags of the chip.
     """
-    from maxbatch.training.compile.topology import stated_slice
+    from maxbatch.run.compile.topology import stated_slice
 
     sold = stated_slice(args.topology)
     args.topology = str(sold)
@@ -269,8 +269,8 @@ def _checkpoint_period(
             )
         return None
     from maxbatch.plan.checkpoint_period import period_for
-    from maxbatch.runs.sessions import mean_seconds, read_sessions
-    from maxbatch.system.storage import as_path
+    from maxbatch.run.folder.sessions import mean_seconds, read_sessions
+    from maxbatch.system.storage.storage import as_path
 
     measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
     period = period_for(args.failures_per_day, args.save_seconds, step_seconds, measured)
@@ -293,7 +293,7 @@ def _may_mean_rows(args: argparse.Namespace) -> bool:
 
 def _model(config: Config) -> dict[str, int]:
     """Returns the size of the model and its cost, without adapters."""
-    from maxbatch.config.matrices import active_model_size, model_size
+    from maxbatch.families.matrices import active_model_size, model_size
     from maxbatch.model.flops import model_flops_per_token
 
     keys = config.model
@@ -315,7 +315,7 @@ def _in_words(model: dict[str, int]) -> str:
 
 def _known_peak(config: Config, topology: str | None) -> Peak | None:
     """Returns the peak that MFU refers to, if the topology or the config tells it."""
-    from maxbatch.system.chips import TPUS, mfu_peak
+    from maxbatch.system.hardware.chips import TPUS, mfu_peak
 
     chip = TPUS[topology.partition(":")[0]] if topology else None
     return mfu_peak(chip, config.quantization, config.peak_tflops_per_device)

@@ -32,15 +32,15 @@ from maxbatch.data.store.token_store import (
     signature,
     was_prepared,
 )
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.system.bars import bytes_bar
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused, writing
-from maxbatch.system.fences import BUILDING
-from maxbatch.system.folding import printable
-from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.system.warning import note
+from maxbatch.system.storage.fences import BUILDING
+from maxbatch.system.storage.storage import AnyPath, as_path
+from maxbatch.system.terminal.bars import bytes_bar
+from maxbatch.system.terminal.folding import printable
+from maxbatch.system.terminal.warning import note
 
 _MOST_WORKERS = 1024
 # of a task on a cluster: a tokenizer that crashes its worker process must not do so for ever

@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate_hosts:
         return run_on_simulated_hosts("rl", args, config)
     simulate_devices(args.simulate_devices)
-    from maxbatch.rl.run import train_policy
+    from maxbatch.kinds.prompt.run import train_policy
 
     return run_here(config, train_policy)

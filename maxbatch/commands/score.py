@@ -25,12 +25,12 @@ from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.data.store.skipped import kind_of, skipped_text
 from maxbatch.system.errors import EXIT_DONE
-from maxbatch.system.folding import counted
-from maxbatch.system.terminal import PipeConsole
-from maxbatch.system.warning import note
+from maxbatch.system.terminal.folding import counted
+from maxbatch.system.terminal.terminal import PipeConsole
+from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
-    from maxbatch.loaded_model import Scores
+    from maxbatch.around.loaded_model import Scores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     kind = kind if kind in RECORD_TYPES else "jsonl"
     files = list_files("FILE", args.file, *FOLDER_FILES[kind]).files
     simulate_devices(args.simulate_devices)
-    from maxbatch.loaded_model import LoadedModel, RecordFault
+    from maxbatch.around.loaded_model import LoadedModel, RecordFault
 
     model = LoadedModel(model_of(args), args.overrides, args.averaged)
     data = model.config

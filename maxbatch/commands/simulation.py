@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from maxbatch.commands.arguments import check_at_most, check_simulated_devices
 from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
 from maxbatch.plan.mesh_shape import check_divides
-from maxbatch.system.child_process import is_stopped, last_line, start_child
-from maxbatch.system.cpu_devices import variables_of_host
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, report
-from maxbatch.system.ports import free_port
-from maxbatch.system.stopping import Stopping
+from maxbatch.system.hardware.cpu_devices import variables_of_host
+from maxbatch.system.processes.child_process import is_stopped, last_line, start_child
+from maxbatch.system.processes.ports import free_port
+from maxbatch.system.processes.stopping import Stopping
 
 _MOST_HOSTS = 64  # processes, each with JAX of its own
 _GRACE_S = 10  # time for the other hosts to end by themselves after one ended

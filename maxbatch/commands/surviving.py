@@ -71,9 +71,9 @@ def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Co
     numbers.
     """
     from maxbatch.commands.targets import with_flags_of
-    from maxbatch.training.compile.flags import state_flags
-    from maxbatch.training.compile.target import find_target
-    from maxbatch.training.compile.topology import parse_slice
+    from maxbatch.run.compile.flags import state_flags
+    from maxbatch.run.compile.target import find_target
+    from maxbatch.run.compile.topology import parse_slice
 
     state_flags(config.libtpu_flags, config.data_cache_dir, parse_slice(topology).version)
     target = find_target(topology, num_slices)
@@ -119,9 +119,9 @@ def survivors(
 
 
 def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFigures:
-    from maxbatch.commands.compiling import largest_update
+    from maxbatch.around.compile.compiling import largest_update
     from maxbatch.commands.targets import plan_on
-    from maxbatch.training.compile.target import find_target
+    from maxbatch.run.compile.target import find_target
 
     target = find_target(topology, num_slices)
     done = largest_update(config, target, plan_on(config, target))
@@ -134,7 +134,7 @@ def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFig
 def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
     """Prints the rows as a table, and the refusals below it."""
     from maxbatch.plan.view import number_text
-    from maxbatch.system.terminal import PlainTable
+    from maxbatch.system.terminal.terminal import PlainTable
 
     is_compiled = any(one.figures for one in rows)
     heads = [
@@ -169,7 +169,7 @@ def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
 
 
 def _figure_cells(figures: UpdateFigures | None) -> list[str]:
-    from maxbatch.training.compile.memory import gigabytes
+    from maxbatch.run.compile.memory import gigabytes
 
     if figures is None:
         return ["-"] * 3

@@ -16,13 +16,13 @@ from maxbatch.commands.arguments import (
 from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.survival import Machine, smaller_machines
+from maxbatch.run.compile.flags import flags_in_force, state_flags
+from maxbatch.run.compile.target import Target, find_target
+from maxbatch.run.compile.topology import stated_slice
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.compile.flags import flags_in_force, state_flags
-from maxbatch.training.compile.target import Target, find_target
-from maxbatch.training.compile.topology import stated_slice
 
 if TYPE_CHECKING:
-    from maxbatch.training.compile.modelled import Modelled
+    from maxbatch.around.compile.modelled import Modelled
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def plan_on(config: Config, target: Target) -> BatchPlan:
       ConfigError: the devices cannot run the model, or a rule of the batch is broken.
     """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
-    from maxbatch.training.programs import checked_mesh_shape
+    from maxbatch.run.programs import checked_mesh_shape
 
     shape = checked_mesh_shape(config.plan, config.decoder, target.devices)
     epoch = samples_per_epoch_if_cached(config.stream)
@@ -118,8 +118,8 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
     """
     from rich.table import Table
 
-    from maxbatch.system.terminal import PipeConsole
-    from maxbatch.training.compile.memory import gigabytes
+    from maxbatch.run.compile.memory import gigabytes
+    from maxbatch.system.terminal.terminal import PipeConsole
 
     timed = {name: one for name, one in programs.items() if one.modelled_step_s is not None}
     if not timed:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate_hosts:
         return run_on_simulated_hosts("train", args, config)
     simulate_devices(args.simulate_devices)
-    from maxbatch.training.pretraining import train
+    from maxbatch.run.pretraining import train
 
     return run_here(config, train)
 

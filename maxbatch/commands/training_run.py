@@ -15,7 +15,7 @@ from maxbatch.config.config import Config
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, report
 
 if TYPE_CHECKING:
-    from maxbatch.training.session import Outcome
+    from maxbatch.run.session import Outcome
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
     from maxbatch.commands.simulation import check_hosts, run_hosts
     from maxbatch.parallel.deaths import on_end
     from maxbatch.plan.batch import BatchPlan
-    from maxbatch.runs.sessions import end_killed_session
-    from maxbatch.system.storage import as_path
+    from maxbatch.run.folder.sessions import end_killed_session
+    from maxbatch.system.storage.storage import as_path
 
     num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
     check_hosts(num_devices, num_hosts)
@@ -50,8 +50,8 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
     """Trains in this process, with the other hosts of the environment; returns the exit code."""
     from maxbatch.parallel.deaths import on_end
     from maxbatch.parallel.hosts import together
-    from maxbatch.runs.sessions import leave_sessions
-    from maxbatch.training.compile.flags import state_flags
+    from maxbatch.run.compile.flags import state_flags
+    from maxbatch.run.folder.sessions import leave_sessions
 
     with refusing_together():
         # to join the other hosts starts JAX
@@ -70,16 +70,16 @@ def newest_saved(config: Config) -> int | None:
     """Returns the newest saved step of a run, or else of its warm start; None if there is
     neither.
     """
-    from maxbatch.runs.position import last_saved
-    from maxbatch.runs.run_folder import WARM_START
-    from maxbatch.system.storage import as_path
+    from maxbatch.run.folder.position import last_saved
+    from maxbatch.run.folder.run_folder import WARM_START
+    from maxbatch.system.storage.storage import as_path
 
     if not config.enable_checkpointing:
         return None
     run_dir, directory = as_path(config.run_dir), config.local_checkpoint_directory
     steps = [last_saved(run_dir)]
     if directory:
-        from maxbatch.training.weights.local_files import saved_here
+        from maxbatch.run.weights.local_files import saved_here
 
         steps.append(saved_here(directory, run_dir))
     saved = [step for step in steps if step is not None]

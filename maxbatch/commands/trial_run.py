@@ -14,13 +14,13 @@ import tempfile
 from typing import Any, NamedTuple
 
 from maxbatch.config.config import Config
-from maxbatch.config.cycle import cycle_length
-from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.recipes import Recipe
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import value_text
 from maxbatch.data.stream.faults import data_faults
+from maxbatch.families.cycle import cycle_length
+from maxbatch.families.family import FAMILIES
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
@@ -246,7 +246,7 @@ def try_run(config: Config, trial: TinyRun) -> int:
 def _train(trial: TinyRun, faults: list[str]) -> None:
     import jax
 
-    from maxbatch.training.pretraining import train
+    from maxbatch.run.pretraining import train
 
     with tempfile.TemporaryDirectory(prefix="maxbatch-try-") as folder:
         try:
@@ -263,7 +263,7 @@ def _train(trial: TinyRun, faults: list[str]) -> None:
 
 
 def _open_parameters(path: str, faults: list[str]) -> None:
-    from maxbatch.training.weights.parameters import open_source
+    from maxbatch.run.weights.parameters import open_source
 
     try:
         open_source(path)

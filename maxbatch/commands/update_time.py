@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maxbatch.plan.run_time import UpdateTime, seconds_for_share
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.warning import note
+from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config
     from maxbatch.plan.batch import BatchPlan
-    from maxbatch.system.chips import Peak
-    from maxbatch.system.storage import AnyPath
+    from maxbatch.system.hardware.chips import Peak
+    from maxbatch.system.storage.storage import AnyPath
 
 _MOST_BYTES = 1 << 24  # of a manifest
 _FIRST_UPDATES = 2  # of a run of more updates: caches and clocks are still cold
@@ -85,7 +85,7 @@ def _modelled(config: Config, plan: BatchPlan) -> TimedDevices | None:
     """
     if not config.compiled_dir:
         return None
-    from maxbatch.system.storage import as_path
+    from maxbatch.system.storage.storage import as_path
 
     try:
         with (as_path(config.compiled_dir) / "manifest.json").open("rb") as file:
@@ -111,8 +111,8 @@ def _measured(config: Config, plan: BatchPlan, has_devices: bool) -> TimedDevice
     """
     if not os.path.isfile(os.path.join(config.run_dir, "metrics.jsonl")):
         return None  # also of a run in a bucket, which a plan does not ask
-    from maxbatch.runs.devices import read_devices
-    from maxbatch.system.storage import as_path
+    from maxbatch.run.folder.devices import read_devices
+    from maxbatch.system.storage.storage import as_path
 
     run_dir = as_path(config.run_dir)
     if not _is_same_program(config, run_dir):
@@ -140,8 +140,8 @@ def _measured(config: Config, plan: BatchPlan, has_devices: bool) -> TimedDevice
 
 def _median_seconds(run_dir: AnyPath, first_step: int) -> dict[int, float]:
     """Returns the median seconds of the updates from `first_step` on, by global batch."""
-    from maxbatch.runs.metrics import scan_metrics
-    from maxbatch.runs.metrics_schema import Metric
+    from maxbatch.run.folder.metrics import scan_metrics
+    from maxbatch.run.folder.metrics_schema import Metric
 
     records = [
         record for record in scan_metrics(run_dir).records if record[Metric.STEP] >= first_step

@@ -30,7 +30,7 @@ from maxbatch.config.rules import (
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path, value_text
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, as_path, is_remote, url_fault
+from maxbatch.system.storage.storage import AnyPath, as_path, is_remote, url_fault
 
 _ENVIRONMENT = "MAXBATCH_"
 _MOST_FILES = 8  # of a chain of base_config
@@ -300,12 +300,12 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """
     if any(layer.keys() >= _FORM for layer in layers[naming:]):
         return None
-    from maxbatch.huggingface.folder.config_json import (
+    from maxbatch.around.huggingface.folder.config_json import (
         CONFIG_FILE,
         is_huggingface_folder,
         keys_of_folder,
     )
-    from maxbatch.huggingface.folder.hub import hub_problem
+    from maxbatch.config.hub import hub_problem
 
     path = str(
         [

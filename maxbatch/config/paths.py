@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from maxbatch.system.storage import is_remote, scheme_of, url_fault
+from maxbatch.system.storage.storage import is_remote, scheme_of, url_fault
 
 # Linux's PATH_MAX, its closing zero included, and NAME_MAX
 _MOST_BYTES, _MOST_NAME_BYTES = 4096, 255

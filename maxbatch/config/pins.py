@@ -13,7 +13,7 @@ from maxbatch.config.sections import KEYS, THE_BATCH, names_fixing
 from maxbatch.config.values import Value, shown, value_text
 from maxbatch.config.yaml_file import entries
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage.storage import AnyPath
 
 
 def facts_of(config: Mapping[str, Value]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The kind of sample that a config chooses, as one object: a recipe.
 
-A kind is a file of `maxbatch/recipes/` and the keys that it reads; one of them chooses it
+A kind is a folder of `maxbatch/kinds/` and the keys that it reads; one of them chooses it
 (`key(chooses=...)`). This module declares the facts of a kind. The rooms above declare its methods
 (`StoreRecipe`, `StreamRecipe`, `TrainedRecipe`), with plain text as the default, so no room tests
 for a kind, and a new kind changes no room.
@@ -19,7 +19,7 @@ from maxbatch.config.sections import KEYS, AllKeys
 # The keys that choose a kind, in the order of base.yml, each with the kind.
 CHOICES: Mapping[str, str] = {name: key.chooses for name, key in KEYS.items() if key.chooses}
 _TEXT = "text"  # the kind where no key chooses another
-_ROOM = "maxbatch.recipes"
+_ROOM = "maxbatch.kinds"
 
 
 class Recipe(Section):
@@ -70,8 +70,8 @@ class Recipe(Section):
 
     @property
     def name(self) -> str:
-        """The name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        """The name of its folder."""
+        return type(self).__module__.split(".")[-2]
 
     @property
     def key(self) -> str:
@@ -104,6 +104,6 @@ def slots_per_sample(config: Keyed) -> int:
 @functools.cache
 def _named(name: str) -> Recipe:
     """Imports a recipe from the room of recipes; on demand, since that room is above this one."""
-    recipe = importlib.import_module(f"{_ROOM}.{name}").RECIPE
+    recipe = importlib.import_module(f"{_ROOM}.{name}.recipe").RECIPE
     assert isinstance(recipe, Recipe), f"{name} is a recipe"
     return recipe

@@ -8,10 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxbatch.config.cycle import cycle_length
-from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Keyed, Part
-from maxbatch.config.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import (
@@ -24,6 +21,9 @@ from maxbatch.config.sections import (
     names_of,
 )
 from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
+from maxbatch.families.cycle import cycle_length
+from maxbatch.families.family import FAMILIES, GLOBAL, LOCAL
+from maxbatch.families.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.

@@ -9,7 +9,6 @@ or of its compiled programs cannot miss it.
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from maxbatch.config.families import DEFAULT_FAMILY, FAMILIES
 from maxbatch.config.keys import (
     OURS,
     BatchSize,
@@ -29,6 +28,7 @@ from maxbatch.config.keys import (
     key,
 )
 from maxbatch.config.values import Bounds, value_text
+from maxbatch.families.family import DEFAULT_FAMILY, FAMILIES
 from maxbatch.system.errors import ConfigError
 
 # Bounds shared by several keys.

@@ -12,10 +12,10 @@ import yaml
 from maxbatch.config.keys import Entry
 from maxbatch.config.sections import FORMER_KEYS, KEYS
 from maxbatch.config.values import shown, shown_path
-from maxbatch.system.bounded import read_text
-from maxbatch.system.bounded_yaml import compose_yaml
 from maxbatch.system.errors import ConfigError, TrainingError, reason
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage.bounded import read_text
+from maxbatch.system.storage.bounded_yaml import compose_yaml
+from maxbatch.system.storage.storage import AnyPath
 
 MOST_BYTES = 2**20  # of a config file
 _MOST_NODES = 20_000  # keys and values: one or two seconds of parsing

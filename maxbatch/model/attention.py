@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import MATRICES
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import MATRICES
 from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters

@@ -21,15 +21,15 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import (
+from maxbatch.families.cycle import (
     LayerForm,
     cycle_length,
     cycle_of,
     local_layers,
     places_of_shared_keys,
 )
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import (
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import (
     DENSE_LAYERS,
     KV_SHARED_LAYERS,
     LAYERS,
@@ -294,7 +294,7 @@ class Decoder(nnx.Module):
     cross-entropy.
 
     Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per
-    axis, from the table in `maxbatch.config.matrices`. Those of the layers are stacked on a leading
+    axis, from the table in `maxbatch.families.matrices`. Those of the layers are stacked on a leading
     axis "layers", whether the layers then run in a loop or unrolled (`scan_layers`). Layers of
     several forms are stacked as cycles, each run as one. First layers without experts are a stack
     of their own, which runs before the others, outside of a layer runner; and so are last layers

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.matrices import MATRICES
+from maxbatch.families.matrices import MATRICES
 from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.delta_rule import CHUNK_TOKENS, causal_convolution, gated_delta_rule
 from maxbatch.model.norms import norm_of

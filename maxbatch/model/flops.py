@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import cycle_of, local_layers
-from maxbatch.config.matrices import attention_widths, parameters
+from maxbatch.families.cycle import cycle_of, local_layers
+from maxbatch.families.matrices import attention_widths, parameters
 
 
 def model_flops_per_token(config: DecoderConfig) -> int:

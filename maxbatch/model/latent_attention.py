@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.matrices import MATRICES, attention_widths
+from maxbatch.families.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, implementation_on
 from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.eight_bits import rounded

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
+from maxbatch.families.matrices import MATRICES
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import gradients_together, product, two_products
 from maxbatch.parallel.remat import kept

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import norms_add_one, parameters
 from maxbatch.config.sections import ModelConfig
+from maxbatch.families.matrices import norms_add_one, parameters
 from maxbatch.model.parameters import add_parameters
 
 Norm = Callable[[jax.Array], jax.Array]

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import (
+from maxbatch.config.sections import ModelConfig
+from maxbatch.families.matrices import (
     Parameter,
     ParameterPath,
     norms_add_one,
     parameters,
     weight_factor,
 )
-from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.plan.partition import PARAMETER_RULES, WHOLE
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import global_head_dim
 from maxbatch.config.sections import ModelConfig
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import global_head_dim
 from maxbatch.model.products import Adapted, quarter_turn
 
 Rope = tuple[jax.Array, jax.Array]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbatch.config.families import GROWTH_FACTOR, GROWTH_TOKENS
+from maxbatch.families.family import GROWTH_FACTOR, GROWTH_TOKENS
 from maxbatch.plan.program import Kernel
 
 

@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from maxbatch.system.cpu_devices import MOST_THREADS
 from maxbatch.system.errors import EXIT_FAILED
+from maxbatch.system.hardware.cpu_devices import MOST_THREADS
 
 _LIMIT_S = 60.0  # seconds without any computation after which the process ends
 _LIMIT_OF_HOSTS_S = 600.0  # with several hosts: another host may be the one that computes

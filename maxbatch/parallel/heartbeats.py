@@ -25,7 +25,7 @@ import jax
 from maxbatch.parallel.deaths import LastSaved, announce_end, death_of, silence_of
 from maxbatch.parallel.jax_internals import coordination
 from maxbatch.system.errors import EXIT_INPUT
-from maxbatch.system.folding import printable
+from maxbatch.system.terminal.folding import printable
 
 POLL_S = 0.5
 # for which the first host keeps the store, so that the others read why the run ends

@@ -27,9 +27,9 @@ from maxbatch.parallel.devices import start_devices
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
 from maxbatch.parallel.jax_internals import coordination, initialize_after
 from maxbatch.parallel.rendezvous import Address, meet
-from maxbatch.system import warning
 from maxbatch.system.errors import ConfigError, TrainingError, one_line
-from maxbatch.system.proxies import leave_out_proxies
+from maxbatch.system.storage.proxies import leave_out_proxies
+from maxbatch.system.terminal import warning
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -2,7 +2,7 @@
 
 `pyproject.toml` allows no JAX that is newer than those tested.
 `tests/parallel/test_jax_internals.py` says what depends on a name that is gone;
-`tests/training/compile/test_saved.py` loads saved programs.
+`tests/run/compile/test_saved.py` loads saved programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.system.errors import one_line
-from maxbatch.system.warning import note
+from maxbatch.system.terminal.warning import note
 
 # in which the first process has compiled a program, or the others compile it too
 _LONGEST_COMPILATION_S = 120.0

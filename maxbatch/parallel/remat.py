@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import REMAT_TENSORS, RematConfig
+from maxbatch.families.matrices import MATRICES
 
 Output = TypeVar("Output")
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage

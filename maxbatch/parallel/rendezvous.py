@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from maxbatch.system.errors import ConfigError, TrainingError, reason
-from maxbatch.system.warning import note
+from maxbatch.system.terminal.warning import note
 
 # until a host prints whom it waits for, and between repetitions
 _FIRST_WORD_S, _AGAIN_S = 10.0, 30.0

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.matrices import LAYERS
+from maxbatch.families.matrices import LAYERS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.partition import OVER_TENSOR, WHOLE, partition

@@ -33,7 +33,7 @@ from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_r
 from maxbatch.plan.unused_keys import unused_keys
 from maxbatch.plan.update_settings import DecayPlan, Decays
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import counted
+from maxbatch.system.terminal.folding import counted
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from maxbatch.config.matrices import LAYERS, Parameter, parameters
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import Number, plain_number
+from maxbatch.families.matrices import LAYERS, Parameter, parameters
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.partition import partition
 

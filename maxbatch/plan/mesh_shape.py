@@ -11,11 +11,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.cycle import cycle_length
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import num_layers, num_stacked
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
+from maxbatch.families.cycle import cycle_length
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import num_layers, num_stacked
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
+from maxbatch.families.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
 
 # Dimensions that the tensor axis splits, of parameters and activations alike.
 OVER_TENSOR = (

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import attention_widths
 from maxbatch.config.sections import ModelConfig
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import attention_widths
 from maxbatch.plan.refusal import Refusal
 
 LANES = 128  # of a TPU's vector registers; the blocks of splash attention are multiples of it

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.system.folding import counted
+from maxbatch.system.terminal.folding import counted
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 

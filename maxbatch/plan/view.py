@@ -20,8 +20,8 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import counted, folded
-from maxbatch.system.terminal import PlainTable
+from maxbatch.system.terminal.folding import counted, folded
+from maxbatch.system.terminal.terminal import PlainTable
 
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
 _GAP = "..."

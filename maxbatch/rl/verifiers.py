@@ -37,7 +37,7 @@ PROGRAM_MEMORY_BYTES = 1 << 30
 _RUNNER = """
 import ast, os, resource, signal, sys
 sys.path.append(sys.argv.pop())
-from maxbatch.system.child_process import end_with_parent
+from maxbatch.system.processes.child_process import end_with_parent
 sys.path.pop()
 seconds, bounds, ready, passed, program, tests = ast.literal_eval(sys.stdin.readline())
 parent, answer = os.dup(0), os.dup(1)

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 
-from maxbatch.system.folding import error_width, folded, printable
+from maxbatch.system.terminal.folding import error_width, folded, printable
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 # Of a child of `maxbatch sweep` or `critical-batch` alone, in place of 1 and 2: a full disk or a

@@ -14,9 +14,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from maxbatch.system.child_process import end_with_parent
-from maxbatch.system.cpu_devices import make_cpu_devices, variables_of_host
-from maxbatch.system.proxies import leave_out_proxies
+from maxbatch.system.hardware.cpu_devices import make_cpu_devices, variables_of_host
+from maxbatch.system.processes.child_process import end_with_parent
+from maxbatch.system.storage.proxies import leave_out_proxies
 from maxbatch.testing.channel import HostConnection
 from maxbatch.testing.messages import Answer, Call, Close, Phase, Raised, Returned, Start, Started
 from maxbatch.testing.pod import Pod, PodError

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from maxbatch.system.child_process import is_stopped
-from maxbatch.system.ports import free_port
+from maxbatch.system.processes.child_process import is_stopped
+from maxbatch.system.processes.ports import free_port
 from maxbatch.testing.channel import Channel
 from maxbatch.testing.messages import (
     Answer,

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.training.pretraining import train
+from maxbatch.run.pretraining import train
 from tests.helpers.chats import chat_config, talk
 from tests.helpers.terminals import Terminal, plain
 from tests.helpers.tiny import read_metrics

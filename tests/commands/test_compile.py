@@ -15,9 +15,9 @@ import jax
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.run.compile.target import Target, here
+from maxbatch.run.pretraining import train
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.compile.target import Target, here
-from maxbatch.training.pretraining import train
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config, read_metrics
 
 RAMP = (
@@ -270,7 +270,7 @@ def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(
 def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxbatch.training.pretraining.open_stream", None)
+    monkeypatch.setattr("maxbatch.run.pretraining.open_stream", None)
     assert main([command, *TINY_RUN, ONE_LAYER, "attention=cudnn"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "

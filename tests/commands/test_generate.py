@@ -17,13 +17,13 @@ import pytest
 from flax import nnx
 
 from maxbatch import ConfigError, load_config, load_model
+from maxbatch.around.sampling.sampler import SamplingRules, jit_responses
+from maxbatch.around.sampling.text import generate_text
 from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
 from maxbatch.config.config import Config
-from maxbatch.data.store.tokenizers import ByteTokenizer
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.sampling.sampler import SamplingRules, jit_responses
-from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import TrainingError
 from tests.helpers.huggingface_folders import write_folder
 from tests.helpers.policies import trained_to_say
@@ -151,7 +151,7 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
 ) -> None:
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(
-        "maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos)
+        "maxbatch.around.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos)
     )
     assert main(["generate", str(folder), "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "False\n"  # bytes have no rules of their own
@@ -162,9 +162,9 @@ def test_a_stated_add_bos_holds_for_an_imported_model(
 ) -> None:
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(
-        "maxbatch.loaded_model.generate_text", lambda *arguments: str(arguments[3].add_bos)
+        "maxbatch.around.loaded_model.generate_text", lambda *arguments: str(arguments[3].add_bos)
     )
-    monkeypatch.setattr("maxbatch.loaded_model.check_vocabulary", lambda *_: None)
+    monkeypatch.setattr("maxbatch.around.loaded_model.check_vocabulary", lambda *_: None)
     assert load_model(folder).generate("a") == "False"
     assert load_model(folder, add_bos=True).generate("a") == "True"
 
@@ -177,7 +177,7 @@ def test_a_text_ends_where_the_imported_model_states_it(
     assert text(says_a, "x", n=3, temperature=0.0, end_ids=(ord("b"), ord("a"))) == "x"
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(
-        "maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[4].end_ids)
+        "maxbatch.around.sampling.text.generate_text", lambda *arguments: str(arguments[4].end_ids)
     )
     for stated, said in (None, "(2,)"), ({"eos_token_id": [2, 7]}, "(2, 7)"), ({}, "()"):
         if stated is not None:

@@ -15,8 +15,8 @@ from maxbatch.cli import main
 from maxbatch.commands import plan as plan_command
 from maxbatch.config.config import Config
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from maxbatch.model.attention import choose_implementation
 from maxbatch.plan.batch import check_batch_keys, expansion_factor
 from maxbatch.plan.learning_rate import LearningRate

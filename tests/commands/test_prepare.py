@@ -25,11 +25,11 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore, manifest_checksum, open_folder, store_files
-from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.system.errors import TrainingError
-from maxbatch.system.worker_pool import WorkerPool
-from tests.data.store.test_tokenizers import write_bpe, write_without_unk_token
+from maxbatch.system.processes.worker_pool import WorkerPool
+from tests.data.tokenizers.test_tokenizers import write_bpe, write_without_unk_token
 from tests.helpers.command import maxbatch
 from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.processes import alive, pids_of, wait_for
@@ -150,7 +150,7 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "import tokenise\nfrom maxbatch.data.store.documents import DocumentSource\nfrom "
         "maxbatch.data.store.files import SourceFile\nfrom maxbatch.data.store.formats import "
         "Piece\nfrom maxbatch.data.store.token_store import TokenLayout\nfrom "
-        "maxbatch.data.store.tokenizers import ByteTokenizer\nfrom maxbatch.system.worker_pool "
+        "maxbatch.data.tokenizers.tokenizers import ByteTokenizer\nfrom maxbatch.system.processes.worker_pool "
         "import WorkerPool\nconfig = load_config().store\nsource = "
         "DocumentSource.from_config(config)\nhow = tokenise.Tokeniser(source, ByteTokenizer(), "
         "TokenLayout.from_config(config, ByteTokenizer()))\npool = "

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from maxbatch.around.sweep.folder import SweepFolder
 from maxbatch.cli import main
 from maxbatch.commands import prepare
-from maxbatch.runs.outcome import Status
-from maxbatch.runs.sweep_folder import SweepFolder
-from maxbatch.system.locks import take_lock
-from maxbatch.system.ray_cluster import shared_variables
-from maxbatch.system.storage import as_path
+from maxbatch.run.folder.outcome import Status
+from maxbatch.system.processes.ray_cluster import shared_variables
+from maxbatch.system.storage.locks import take_lock
+from maxbatch.system.storage.storage import as_path
 from tests.helpers.command import environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
 from tests.helpers.stores import Store

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxbatch.around.loaded_model import LoadedModel
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.loaded_model import LoadedModel
-from maxbatch.training.pretraining import train
+from maxbatch.run.pretraining import train
 from tests.helpers.chats import chat_config, some_talks, talk
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.parameters import load_parameters

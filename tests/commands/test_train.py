@@ -15,8 +15,8 @@ import jax
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.runs.sessions import read_sessions
-from maxbatch.training.pretraining import train
+from maxbatch.run.folder.sessions import read_sessions
+from maxbatch.run.pretraining import train
 from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import (
@@ -84,7 +84,7 @@ def note(event, arguments):
         imported.add(arguments[0])
 imported = set()
 from maxbatch.cli import main
-from maxbatch.runs.sessions import read_sessions
+from maxbatch.run.folder.sessions import read_sessions
 sys.addaudithook(note)
 main()
 packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"jaxlib"}

@@ -11,11 +11,11 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.commands.trial_run import make_trial
 from maxbatch.config.config import Config
-from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
-from maxbatch.config.matrices import model_size
 from maxbatch.config.paths import configs_dir
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import model_size
 from maxbatch.plan.batch import BatchPlan
 from tests.helpers.tiny import TINY_RUN
 

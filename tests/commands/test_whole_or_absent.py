@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.commands.fit.command import write_choice
-from maxbatch.system.storage import as_path
-from maxbatch.training.pretraining import train
+from maxbatch.commands.fit import write_choice
+from maxbatch.run.pretraining import train
+from maxbatch.system.storage.storage import as_path
 from tests.helpers.full_disk import small_disk
 from tests.helpers.stores import Store
 from tests.helpers.tiny import TINY_RUN, tiny_config
@@ -112,7 +112,7 @@ def test_an_export_to_a_store_that_was_killed_between_its_objects_goes_on(
 def export_to_be_killed(run: str, there: str) -> set[str]:
     """Kills an export once its tensors are written; returns the names of its half."""
     lines = (
-        "import os, sys\nfrom maxbatch.huggingface.export import model\nmodel.copy_tokenizer = "
+        "import os, sys\nfrom maxbatch.around.huggingface.export import model\nmodel.copy_tokenizer = "
         "lambda *_: os._exit(9)\nmodel.export_model(sys.argv[1], sys.argv[2], None)\n"
     )
     assert subprocess.run([sys.executable, "-c", lines, run, there]).returncode == 9
@@ -123,7 +123,7 @@ def test_a_tensor_file_that_is_cut_off_never_appears_in_a_store(
     run: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = as_path(store.bucket() + "/out")
-    monkeypatch.setattr("maxbatch.huggingface.export.model._tensors", lambda *args: iter([]))
+    monkeypatch.setattr("maxbatch.around.huggingface.export.model._tensors", lambda *args: iter([]))
     with pytest.raises((StopIteration, RuntimeError)):
         main(["export", str(run), "--output", str(there)])
     assert there.files() == []

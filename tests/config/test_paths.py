@@ -11,7 +11,7 @@ from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.config.loading import dump_config
 from maxbatch.config.sections import KEYS
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage.storage import as_path
 from tests.helpers.configs import error_of
 from tests.helpers.stores import Store
 

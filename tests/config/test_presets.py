@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import BatchPlan, load_config
+from maxbatch.around.huggingface.folder.config_json import model_keys
 from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import KEYS
-from maxbatch.huggingface.folder.config_json import model_keys
 from tests.helpers.published_models import PUBLISHED
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))

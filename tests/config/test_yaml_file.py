@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.around.sweep.sweep_file import SweepFile
 from maxbatch.config.yaml_file import compose
 from maxbatch.data.stream.mixture import read_mixture
 from tests.helpers.configs import error_of, write

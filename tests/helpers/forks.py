@@ -123,7 +123,7 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
 if __name__ == "__main__":
     import gc
 
-    import maxbatch.training.pretraining  # noqa: F401  what most commands need
+    import maxbatch.run.pretraining  # noqa: F401  what most commands need
 
     gc.freeze()  # no fork looks through it and copies its pages
     _serve(socket.socket(fileno=os.dup(0)))

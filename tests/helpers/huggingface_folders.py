@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.huggingface.folder.safetensors import DTYPES, stored_tensors, write_tensors
+from maxbatch.system.storage.safetensors import DTYPES, stored_tensors, write_tensors
 
 HEADS, KV_HEADS, WIDTH, HEAD, MLP, LAYERS, VOCABULARY = 4, 2, 16, 4, 24, 2, 40
 CONFIG: dict[str, Any] = {

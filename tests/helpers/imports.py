@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from maxbatch import load_config
-from maxbatch.commands.import_config.command import translated, written
-from maxbatch.commands.import_config.translation import Fate
+from maxbatch.around.importers.translation import Fate
+from maxbatch.commands.import_config import translated, written
 from maxbatch.config.config import Config
 
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from maxbatch.around.maxtext.checkpoints.names import LAYER_AXIS
 from maxbatch.config.config import Config
-from maxbatch.maxtext.checkpoints.names import LAYER_AXIS
 from maxbatch.parallel.trees import State
-from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.parameters import placed
+from maxbatch.run.weights.parameters import placed
+from maxbatch.update.state import abstract_model
 
 Tree = dict[str, Any]
 

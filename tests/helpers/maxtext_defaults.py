@@ -2,7 +2,7 @@
 those files.
 
     python -m tests.helpers.maxtext_defaults FOLDER VERSION >
-    maxbatch/commands/import_config/maxtext_defaults.txt
+    maxbatch/around/importers/maxtext_defaults.txt
 
 FOLDER is `maxtext/configs` of an installed MaxText. The table has the modules of `pyconfig.py`'s
 mapping, the words and values of the files that they read, each without those of its bases, the
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from maxbatch.commands.import_config.reading import read_yaml
+from maxbatch.around.importers.reading import read_yaml
 
 _OF_SHARDING = ("logical_axis_rules", "logical_axis_rules_for_eval", "data_sharding", "mesh_axes")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxbatch import load_config
 from maxbatch.config.loading import dump_config
-from maxbatch.runs.position import CheckpointRecord, Position
+from maxbatch.run.folder.position import CheckpointRecord, Position
 from tests.helpers.tiny import TINY_RUN
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.config.config import Config
-from maxbatch.training.weights.parameters import open_source, restored
+from maxbatch.run.weights.parameters import open_source, restored
 
 
 def load_parameters(

@@ -13,8 +13,8 @@ from flax import nnx
 
 from maxbatch import load_config
 from maxbatch.config.config import Config
+from maxbatch.kinds.prompt.run import train_policy
 from maxbatch.model.decoder import Decoder
-from maxbatch.rl.run import train_policy
 from tests.helpers.tiny import TINY_MODEL, UNMEASURED, read_metrics
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")

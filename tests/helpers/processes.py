@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from maxbatch.system.worker_pool import WorkerPool
+from maxbatch.system.processes.worker_pool import WorkerPool
 
 
 def pids_of(pool: WorkerPool) -> list[int]:

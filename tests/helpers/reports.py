@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch import load_config
+from maxbatch.around.pages.plots import BatchCurve
+from maxbatch.around.sweep.folder import SweepFolder
 from maxbatch.config.loading import dump_config
-from maxbatch.pages.plots import BatchCurve
-from maxbatch.runs.sweep_folder import SweepFolder
 
 
 def write_run(path: Path, steps: int, *overrides: str, **columns: Any) -> list[dict[str, Any]]:

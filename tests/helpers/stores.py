@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from maxbatch.system.ports import free_port
+from maxbatch.system.processes.ports import free_port
 
 _TOP = Path(__file__).parents[2]
 _SERVERS = {

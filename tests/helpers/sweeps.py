@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from maxbatch.commands.sweep.study import SweepStudy
-from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.runs.sweep_folder import SweepFolder, Trial
-from maxbatch.system.locks import take_lock
+from maxbatch.around.sweep.folder import SweepFolder, Trial
+from maxbatch.around.sweep.study import SweepStudy
+from maxbatch.around.sweep.sweep_file import SweepFile
+from maxbatch.system.storage.locks import take_lock
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN
 
 BASE = dict(pair.split("=", 1) for pair in (*TINY_RUN, ONE_LAYER)) | {

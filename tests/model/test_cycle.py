@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.cycle import LayerForm, cycle_of, local_layers
 from maxbatch.config.loading import load_config
-from maxbatch.config.matrices import num_sparse_layers, num_stacked
+from maxbatch.families.cycle import LayerForm, cycle_of, local_layers
+from maxbatch.families.matrices import num_sparse_layers, num_stacked
 from maxbatch.model import scores
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token

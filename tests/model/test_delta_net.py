@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import ConfigError
-from maxbatch.config.matrices import active_model_size, model_size, parameters
+from maxbatch.families.matrices import active_model_size, model_size, parameters
 from maxbatch.model import delta_net
 from maxbatch.model.cache import StateCache
 from maxbatch.model.decoder import Decoder

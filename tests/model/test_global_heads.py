@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.config.matrices import active_model_size, model_size
-from maxbatch.huggingface.folder.config_export import config_json
-from maxbatch.huggingface.folder.config_json import model_keys
+from maxbatch.around.huggingface.folder.config_export import config_json
+from maxbatch.around.huggingface.folder.config_json import model_keys
+from maxbatch.families.matrices import active_model_size, model_size
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.rope import RopeKeys, Ropes, apply_rope
 from tests.helpers.configs import works_of

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.matrices import active_model_size, parameters
+from maxbatch.families.matrices import active_model_size, parameters
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.training.update.adapters import Adapters
-from maxbatch.training.update.state import abstract_model
+from maxbatch.update.adapters import Adapters
+from maxbatch.update.state import abstract_model
 from tests.helpers.configs import config_of
 
 ROWS, LENGTH, PROMPT = 2, 10, 7

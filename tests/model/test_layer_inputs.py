@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.cycle import cycle_of, places_of_shared_keys
-from maxbatch.config.matrices import model_size, parameters
-from maxbatch.huggingface.folder.config_export import config_json
-from maxbatch.huggingface.folder.config_json import model_keys
+from maxbatch.around.huggingface.folder.config_export import config_json
+from maxbatch.around.huggingface.folder.config_json import model_keys
+from maxbatch.families.cycle import cycle_of, places_of_shared_keys
+from maxbatch.families.matrices import model_size, parameters
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
 from tests.helpers.configs import works_of

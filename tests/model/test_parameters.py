@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
-from maxbatch.config.cycle import cycle_of
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import num_stacked, parameters
+from maxbatch.families.cycle import cycle_of
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import num_stacked, parameters
 from maxbatch.model.decoder import Decoder, DecoderLayer
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.sharding import unconstrained
-from maxbatch.training.update.state import abstract_model
+from maxbatch.update.state import abstract_model
 
 FORMS = {
     "plain": (),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.matrices import model_size
-from maxbatch.training.update.state import abstract_model, num_parameters
+from maxbatch.families.matrices import model_size
+from maxbatch.update.state import abstract_model, num_parameters
 from tests.helpers.published_models import PUBLISHED
 
 

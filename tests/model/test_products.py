@@ -12,7 +12,7 @@ from maxbatch.model import attention, decoder, latent_attention, mlp, products
 from maxbatch.model.experts import experts
 from maxbatch.model.products import gradients_together, join_heads, product, two_products
 from maxbatch.parallel.trees import State
-from maxbatch.training.update.state import abstract_model
+from maxbatch.update.state import abstract_model
 from tests.helpers.tiny import tiny_config
 
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16")

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
-from maxbatch.huggingface.arrays.tensors import layouts_of
+from maxbatch.around.huggingface.arrays.tensors import layouts_of
 from maxbatch.model.decoder import Decoder
 from maxbatch.system.errors import ConfigError
 from tests.helpers.tiny import TINY_MODEL

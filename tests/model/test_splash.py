@@ -21,8 +21,8 @@ from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
-from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import abstract_settings, make_train_step
+from maxbatch.update.state import abstract_state
+from maxbatch.update.step import abstract_settings, make_train_step
 from tests.helpers.tiny import tiny_config
 
 M, L, H, HEAD_DIM = 2, 256, 4, 16

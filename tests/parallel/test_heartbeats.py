@@ -19,8 +19,8 @@ import pytest
 from maxbatch.parallel import deaths, heartbeats
 from maxbatch.parallel.deaths import death_of, silence_of
 from maxbatch.parallel.heartbeats import backstop_of
-from maxbatch.system.cpu_devices import variables_of_host
-from maxbatch.system.ports import free_port
+from maxbatch.system.hardware.cpu_devices import variables_of_host
+from maxbatch.system.processes.ports import free_port
 from tests.helpers.command import environment, start
 from tests.helpers.processes import children_of, wait_for
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN

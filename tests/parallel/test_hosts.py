@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from maxbatch import ConfigError
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel import hosts
+from maxbatch.run import pretraining
+from maxbatch.run.compile.cache import use_persistent_cache
 from maxbatch.testing import Pod, run
-from maxbatch.training import pretraining
-from maxbatch.training.compile.cache import use_persistent_cache
 from tests.helpers.command import Hold, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import (

@@ -15,7 +15,7 @@ from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.parallel.mesh import lay_out, make_mesh, share_out
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
 from maxbatch.plan.mesh_shape import AXES, MeshShape
-from maxbatch.training.update.state import abstract_state
+from maxbatch.update.state import abstract_state
 from tests.helpers.tiny import bytes_of
 
 PRESETS = sorted(

@@ -16,9 +16,9 @@ from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, batch_sharding
-from maxbatch.training.evaluation import EvalResult, Evaluator
-from maxbatch.training.pretraining import train
-from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
+from maxbatch.run.evaluation import EvalResult, Evaluator
+from maxbatch.run.pretraining import train
+from maxbatch.update.state import TrainState, abstract_model, abstract_state, init_state
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import (
     LENGTH,
@@ -29,7 +29,7 @@ from tests.helpers.tiny import (
     some_rows,
     tiny_config,
 )
-from tests.training.update.test_step import assert_same_steps, run_steps
+from tests.update.test_step import assert_same_steps, run_steps
 
 MICRO_BATCH = 32
 SHORT = 16  # a length that no dimension of a weight has

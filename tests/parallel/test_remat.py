@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from maxbatch.config.cycle import LayerForm
 from maxbatch.config.sections import KEYS
+from maxbatch.families.cycle import LayerForm
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.experts.routing import Slots
 from maxbatch.model.rope import frequencies_of, rope_tables

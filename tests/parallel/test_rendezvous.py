@@ -13,7 +13,7 @@ import pytest
 from maxbatch.parallel import rendezvous
 from maxbatch.parallel.rendezvous import Address, meet
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.ports import free_port
+from maxbatch.system.processes.ports import free_port
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.matrices import NORMS, TABLES
+from maxbatch.families.matrices import NORMS, TABLES
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint, parameter_spec
 from maxbatch.plan.mesh_shape import BATCH_AXES

@@ -10,7 +10,7 @@ import pytest
 from maxbatch import BatchPlan, load_config
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.training.update.state import abstract_state
+from maxbatch.update.state import abstract_state
 
 KEYS = (
     "model_name=mixtral-8x7b",

@@ -11,7 +11,7 @@ from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
 from maxbatch.plan.batch import Resume
 from maxbatch.plan.unused_keys import enough_samples, visits_all
-from maxbatch.runs.position import CheckpointRecord, Position
+from maxbatch.run.folder.position import CheckpointRecord, Position
 from tests.helpers.configs import write
 
 
@@ -92,9 +92,9 @@ def test_a_factor_below_one_is_for_a_resume() -> None:
 def test_plan_compares_a_factor_below_one_with_the_checkpoint_in_run_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("maxbatch.runs.position.last_saved", lambda _: 5)
+    monkeypatch.setattr("maxbatch.run.folder.position.last_saved", lambda _: 5)
     record = CheckpointRecord(Position(5, 80), {"data": {}, "model": {}}, 0, (2, 2))
-    monkeypatch.setattr("maxbatch.runs.position.read_record", lambda _: record)
+    monkeypatch.setattr("maxbatch.run.folder.position.read_record", lambda _: record)
     line = ["plan", "--devices", "4", f"run_dir={tmp_path}"]
     assert main([*line, "expansion_factor_real_data=0.5"]) == 0
     assert "no effect" not in capsys.readouterr().err

@@ -137,9 +137,9 @@ def _store(folder: Path) -> None:
 
 def _folders(folder: Path) -> None:
     """Makes folders of runs and sweeps that never ran."""
-    from maxbatch.runs.devices import DevicesUsed, record_devices
-    from maxbatch.runs.outcome import RecordedOutcome, Status, write_outcome
-    from maxbatch.runs.sweep_folder import SweepFolder
+    from maxbatch.around.sweep.folder import SweepFolder
+    from maxbatch.run.folder.devices import DevicesUsed, record_devices
+    from maxbatch.run.folder.outcome import RecordedOutcome, Status, write_outcome
 
     _sweep(folder)
     write_run(folder / "run", 8, *TINY, "steps=8")

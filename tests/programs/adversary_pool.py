@@ -102,13 +102,13 @@ def without_long_work() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for place in (
-            "maxbatch.training.session.Session.run",
-            "maxbatch.runs.supervisor.Supervisor.train",
+            "maxbatch.run.session.Session.run",
+            "maxbatch.around.child_runs.supervisor.Supervisor.train",
             "maxbatch.commands.simulation.run_hosts",
-            "maxbatch.commands.report.command._watch",
+            "maxbatch.commands.report._watch",
             "maxbatch.commands.compile.compile_one",
-            "maxbatch.commands.compiling.compile_one",
-            "maxbatch.commands.fit.oracle.CompilerOracle.ask",
+            "maxbatch.around.compile.compiling.compile_one",
+            "maxbatch.around.fit.oracle.CompilerOracle.ask",
         ):
             stack.enter_context(mock.patch(place, worked))
         yield

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from maxbatch.system.cpu_devices import variables_of_host
-from maxbatch.system.ports import free_port
+from maxbatch.system.hardware.cpu_devices import variables_of_host
+from maxbatch.system.processes.ports import free_port
 from tests.helpers.command import environment
 from tests.helpers.tiny import TINY_RUN
 

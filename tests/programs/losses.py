@@ -28,9 +28,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from maxbatch.runs.sessions import read_sessions, total_seconds
+from maxbatch.run.folder.sessions import read_sessions, total_seconds
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage.storage import as_path
 
 PERIOD = 3
 # Of widths that 2, 3 and 4 hosts divide: each of them holds a part of every matrix.

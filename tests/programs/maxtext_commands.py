@@ -32,9 +32,9 @@ from typing import NamedTuple
 import yaml
 
 from maxbatch import ConfigError, load_config
-from maxbatch.commands.import_config import shell
-from maxbatch.commands.import_config.command import translated, written
-from maxbatch.commands.import_config.translation import NEEDS_YOU, UNSUPPORTED
+from maxbatch.around.importers import shell
+from maxbatch.around.importers.translation import NEEDS_YOU, UNSUPPORTED
+from maxbatch.commands.import_config import translated, written
 from tests.helpers.maxtext_defaults import modules_of, typed_defaults
 
 # What `--fill` puts in place of what a reader fills in: by the end of a name, in this order.

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import yaml
 
 from maxbatch import BatchPlan, load_config
-from maxbatch.commands.import_config.command import translated, written
-from maxbatch.commands.import_config.translation import UNSUPPORTED
+from maxbatch.around.importers.translation import UNSUPPORTED
+from maxbatch.commands.import_config import translated, written
 from maxbatch.config.config import Config
 from maxbatch.system.errors import ConfigError
 

@@ -29,9 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from maxbatch.runs.sessions import read_sessions, total_seconds
-from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.storage import AnyPath, as_path, copy_tree, is_remote
+from maxbatch.run.folder.sessions import read_sessions, total_seconds
+from maxbatch.system.storage.leases import LEASE_FILE
+from maxbatch.system.storage.storage import AnyPath, as_path, copy_tree, is_remote
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.tiny import ONE_LAYER, TINY_MODEL

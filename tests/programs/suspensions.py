@@ -23,9 +23,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from maxbatch.runs.position import committed_steps
-from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.storage import as_path
+from maxbatch.run.folder.position import committed_steps
+from maxbatch.system.storage.leases import LEASE_FILE
+from maxbatch.system.storage.storage import as_path
 
 LAPSE_S = 3.0
 MOMENTS = ("lease", "staging", "lines", "checkpoint", "done")

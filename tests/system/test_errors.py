@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.config.yaml_file import compose
-from maxbatch.data.store.chat_template import read_settings
+from maxbatch.data.tokenizers.chat_template import read_settings
 from maxbatch.system.errors import (
     ConfigError,
     StoreFailed,
@@ -190,7 +190,7 @@ def test_a_store_that_does_not_answer_is_no_fault_of_the_file(
 
     file = tmp_path / "a.json"
     file.write_text("{}")
-    monkeypatch.setattr("maxbatch.system.bounded.read_bytes", fail)
+    monkeypatch.setattr("maxbatch.system.storage.bounded.read_bytes", fail)
     with pytest.raises(StoreFailed, match=r"^s3://bucket/a\.json: the store does not answer$"):
         read(file)
 

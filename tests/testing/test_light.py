@@ -33,7 +33,7 @@ def test_a_session_without_pods_loads_the_plugin_alone() -> None:
         "maxbatch",
         "maxbatch.system",
         "maxbatch.system.errors",
-        "maxbatch.system.folding",
+        "maxbatch.system.terminal.folding",
         "maxbatch.testing",
         "maxbatch.testing.plugin",
     }

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, read_range
+from maxbatch.system.storage.storage import AnyPath, read_range
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -46,14 +46,18 @@ from maxbatch.data.store.token_store import (
     store_files,
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.fences import BUILDING
-from maxbatch.system.leases import leased
-from maxbatch.system.locks import exclusive
-from maxbatch.system.ray_cluster import RayCluster
-from maxbatch.system.storage import AnyPath, is_remote, upload
+from maxbatch.system.processes.ray_cluster import RayCluster
+from maxbatch.system.storage.atomic_files import (
+    remove_leftovers,
+    write_atomically,
+    writing_atomically,
+)
+from maxbatch.system.storage.fences import BUILDING
+from maxbatch.system.storage.leases import leased
+from maxbatch.system.storage.locks import exclusive
+from maxbatch.system.storage.storage import AnyPath, is_remote, upload
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20

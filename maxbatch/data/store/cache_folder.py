@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from maxbatch.config.values import shown
-from maxbatch.system.atomic_files import writing_atomically
-from maxbatch.system.bounded import MOST_BYTES, read_json
 from maxbatch.system.errors import writing
-from maxbatch.system.long_lists import LongList, json_parts, read_json_list
-from maxbatch.system.storage import user_cache
+from maxbatch.system.storage.atomic_files import writing_atomically
+from maxbatch.system.storage.bounded import MOST_BYTES, read_json
+from maxbatch.system.storage.long_lists import LongList, json_parts, read_json_list
+from maxbatch.system.storage.storage import user_cache
 
 _PART_BYTES = 1 << 16
 _CHECKSUM_BYTES = 16  # at the end of a file, with its brackets and spaces: at most

@@ -7,8 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Message, Rendered
-from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.chat_rendering import (
+    Conversation,
+    ConversationError,
+    Message,
+    Rendered,
+)
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 
 _ASKED, _ANSWERED = "question", "answer"

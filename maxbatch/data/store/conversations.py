@@ -34,11 +34,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from maxbatch.config.values import shown, shown_fields
-from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered
-from maxbatch.data.store.chat_template import ChatTemplate
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.system.bounded import RefusedContent, read_json
+from maxbatch.data.tokenizers.chat_rendering import Conversation, ConversationError, Rendered
+from maxbatch.data.tokenizers.chat_template import ChatTemplate
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage.bounded import RefusedContent, read_json
 
 _VERSION = 3  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.

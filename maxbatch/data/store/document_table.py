@@ -28,10 +28,10 @@ import numpy as np
 
 from maxbatch.data.store.blocks import Blocks, MappedFile
 from maxbatch.data.store.ranged_tokens import readers
-from maxbatch.system.bounded import RefusedContent
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.npy import NpyHeader, npy_header
-from maxbatch.system.storage import AnyPath, read_range
+from maxbatch.system.storage.bounded import RefusedContent
+from maxbatch.system.storage.npy import NpyHeader, npy_header
+from maxbatch.system.storage.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
 # of a table in an object store, 64 KiB: a request costs as much as reading this many bytes

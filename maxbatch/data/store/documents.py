@@ -31,9 +31,9 @@ from maxbatch.data.store.formats import (
     record_as_json,
 )
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.long_lists import LongList
-from maxbatch.system.source_files import SourceFile, files_below
-from maxbatch.system.storage import scheme_of
+from maxbatch.system.storage.long_lists import LongList
+from maxbatch.system.storage.source_files import SourceFile, files_below
+from maxbatch.system.storage.storage import scheme_of
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
 STDLIB_HELD_OUT = frozenset(

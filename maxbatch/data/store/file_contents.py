@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from maxbatch.data.store.cache_folder import cache_file, keep, recall_list
 from maxbatch.data.store.documents import Files
-from maxbatch.system.contents import Block, blocks_of, digests, joined
-from maxbatch.system.long_lists import LongList, Mapped
-from maxbatch.system.source_files import SourceFile
+from maxbatch.system.storage.contents import Block, blocks_of, digests, joined
+from maxbatch.system.storage.long_lists import LongList, Mapped
+from maxbatch.system.storage.source_files import SourceFile
 
 _SHOWN_BYTES = 1 << 30  # whose reading is shown
 
@@ -37,7 +37,7 @@ def contents_of(files: Files, data_cache_dir: str) -> Iterable[str]:
     if kept.unknown_bytes < _SHOWN_BYTES:
         kept.take(digests(kept.unknown_blocks()))
     else:
-        from maxbatch.system.bars import bytes_bar  # slow to import
+        from maxbatch.system.terminal.bars import bytes_bar  # slow to import
 
         with bytes_bar(kept.unknown_bytes, "hashing the files") as progress:
             kept.take(digests(kept.unknown_blocks(), progress))

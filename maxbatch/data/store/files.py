@@ -18,8 +18,8 @@ from typing import BinaryIO, NamedTuple, cast
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.long_lists import LongList
-from maxbatch.system.source_files import (
+from maxbatch.system.storage.long_lists import LongList
+from maxbatch.system.storage.source_files import (
     SourceFile,
     files_below,
     files_matching,
@@ -30,7 +30,7 @@ from maxbatch.system.source_files import (
     source_file,
     typed_reason,
 )
-from maxbatch.system.storage import scheme_of
+from maxbatch.system.storage.storage import scheme_of
 
 _MOST_SHARDS = 1_000_000  # of a set; a larger number in a name has another meaning
 _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)

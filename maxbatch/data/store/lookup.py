@@ -26,12 +26,12 @@ from maxbatch.data.store.token_store import (
     signature,
     was_prepared,
 )
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.system.contents import content_stamp
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
-from maxbatch.system.storage import AnyPath, as_path, is_remote
-from maxbatch.system.warning import warn_once
-from maxbatch.system.watched_files import watch
+from maxbatch.system.storage.contents import content_stamp
+from maxbatch.system.storage.storage import AnyPath, as_path, is_remote
+from maxbatch.system.storage.watched_files import watch
+from maxbatch.system.terminal.warning import warn_once
 
 
 def find_store(
@@ -95,7 +95,7 @@ def open_store(
         return open_megatron(config, key)
     from maxbatch.data.store.builder import Build, build_store, content_of, default_workers
     from maxbatch.data.store.documents import DocumentSource
-    from maxbatch.system.bars import bytes_bar
+    from maxbatch.system.terminal.bars import bytes_bar
 
     held_out = open_held_out(config, tokenizer, key, whole)
     source = DocumentSource.from_config(config, key)

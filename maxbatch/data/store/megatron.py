@@ -40,14 +40,14 @@ from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_c
 from maxbatch.data.store.document_table import LocalTable
 from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
-from maxbatch.system.atomic_files import writing_atomically
-from maxbatch.system.contents import content_stamp, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.locks import exclusive
-from maxbatch.system.source_files import SourceFile, place_of, source_file, typed_reason
-from maxbatch.system.storage import AnyPath, as_path, is_remote, read_range
-from maxbatch.system.warning import warn_once
-from maxbatch.system.watched_files import watch
+from maxbatch.system.storage.atomic_files import writing_atomically
+from maxbatch.system.storage.contents import content_stamp, md5_of, stored_sum
+from maxbatch.system.storage.locks import exclusive
+from maxbatch.system.storage.source_files import SourceFile, place_of, source_file, typed_reason
+from maxbatch.system.storage.storage import AnyPath, as_path, is_remote, read_range
+from maxbatch.system.storage.watched_files import watch
+from maxbatch.system.terminal.warning import warn_once
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, marks
@@ -329,7 +329,7 @@ def _whole(file: AnyPath, size: int) -> str:
         return stated
     if size < _SHOWN_BYTES:
         return md5_of(file, size)
-    from maxbatch.system.bars import bytes_bar  # slow to import
+    from maxbatch.system.terminal.bars import bytes_bar  # slow to import
 
     with bytes_bar(size, f"hashing {file.name}") as progress:
         return md5_of(file, size, progress)

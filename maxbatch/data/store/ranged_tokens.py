@@ -13,8 +13,8 @@ import numpy as np
 
 from maxbatch.data.store.blocks import Blocks, MappedFile
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, is_remote
-from maxbatch.system.stores.store import MAX_REQUESTS
+from maxbatch.system.storage.storage import AnyPath, is_remote
+from maxbatch.system.storage.stores.store import MAX_REQUESTS
 
 # Ranges that are closer than this are read as one: a request costs as much as reading this many
 # bytes.

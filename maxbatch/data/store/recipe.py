@@ -14,7 +14,7 @@ from maxbatch.config.sections import DataConfig, names_fixing
 if TYPE_CHECKING:
     from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
-    from maxbatch.data.store.tokenizer import Tokenizer
+    from maxbatch.data.tokenizers.tokenizer import Tokenizer
 
 
 class StoreRecipe(Recipe):

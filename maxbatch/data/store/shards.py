@@ -25,9 +25,9 @@ from maxbatch.data.store.blocks import BlockHasher
 from maxbatch.data.store.growing import GrowingHashes
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
-from maxbatch.system.bounded import read_bytes, read_json
-from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
+from maxbatch.system.storage.bounded import read_bytes, read_json
+from maxbatch.system.storage.npy import read_npy
+from maxbatch.system.storage.storage import AnyPath, file_sizes, remove_tree, upload
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

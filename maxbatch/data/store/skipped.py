@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from maxbatch.system.folding import counted
+from maxbatch.system.terminal.folding import counted
 
 _MOST_REASONS = 3  # named in one line
 _MOST_KIND = 160  # characters

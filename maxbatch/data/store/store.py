@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from maxbatch.data.store.blocks import MappedFile
     from maxbatch.data.store.document_table import BlockTable
     from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
-    from maxbatch.system.storage import AnyPath
+    from maxbatch.system.storage.storage import AnyPath
 
 IDS = "ids"  # the identity of the tokenizer of data that hold token ids
 # in the identity of a stream: the hash of a store of another program as a whole

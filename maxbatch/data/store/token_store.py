@@ -38,14 +38,14 @@ from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTa
 from maxbatch.data.store.file_contents import contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.data.store.tokenizers import check_special_tokens
-from maxbatch.system.bounded import RefusedContent, read_json
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import check_special_tokens
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
-from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.long_lists import Mapped
-from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, is_remote
+from maxbatch.system.storage.bounded import RefusedContent, read_json
+from maxbatch.system.storage.leases import LEASE_FILE
+from maxbatch.system.storage.long_lists import Mapped
+from maxbatch.system.storage.npy import read_npy
+from maxbatch.system.storage.storage import AnyPath, file_sizes, is_remote
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource

@@ -19,17 +19,17 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import Conversations
 from maxbatch.data.store.documents import Document, DocumentSource
 from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
-from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
-from maxbatch.system.ray_cluster import RayCluster, RayPool
-from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
+from maxbatch.system.processes.ray_cluster import RayCluster, RayPool
+from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

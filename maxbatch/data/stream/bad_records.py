@@ -21,10 +21,10 @@ from maxbatch.data.store.formats import Piece, grouped
 from maxbatch.data.store.lookup import leaves_out_held_out
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenise import Tokeniser
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import tokenizer_of
 from maxbatch.system.errors import ConfigError
 
 _BATCH_BYTES, _BATCH_RECORDS = 1 << 18, 256

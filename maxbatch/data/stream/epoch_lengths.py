@@ -9,14 +9,14 @@ import contextlib
 from pathlib import Path
 
 from maxbatch.config.combined import StreamConfig
+from maxbatch.config.hub import folder_of
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.huggingface.folder.hub import folder_of
-from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import is_remote
+from maxbatch.system.storage.contents import content_stamp
+from maxbatch.system.storage.storage import is_remote
 
 _VERSION = 3  # version of the cut of documents into rows
 _FIXING = [

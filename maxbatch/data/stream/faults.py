@@ -8,18 +8,18 @@ from functools import partial
 from typing import TypeVar
 
 from maxbatch.config.combined import StreamConfig
+from maxbatch.config.hub import folder_of
 from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
-from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import TokenIds
 from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.megatron import open_megatron
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.data.store.tokenizers import check_special_tokens, tokenizer_of
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
-from maxbatch.huggingface.folder.hub import folder_of
+from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import check_special_tokens, tokenizer_of
 from maxbatch.system.errors import ConfigError
 
 _FIRST_RECORDS = 64  # read per source

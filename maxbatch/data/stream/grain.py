@@ -11,8 +11,8 @@ import contextlib
 
 import jax  # noqa: F401  Grain imports it too, and hides why it does not load
 
-from maxbatch.system.command_start import owns_process
-from maxbatch.system.hidden_modules import hidden
+from maxbatch.system.processes.command_start import owns_process
+from maxbatch.system.processes.hidden_modules import hidden
 
 with hidden("orbax.checkpoint") if owns_process() else contextlib.nullcontext():
     from grain import DatasetIterator, MapDataset, MultiprocessingOptions, ReadOptions

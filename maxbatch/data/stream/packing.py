@@ -32,11 +32,11 @@ import numpy as np
 
 from maxbatch.data.store.cache_folder import cache_file, writing_cache
 from maxbatch.data.stream.rows import Extents, Pieces
-from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
-from maxbatch.system.bounded import read_json
-from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.watched_files import watch
+from maxbatch.system.storage.atomic_files import remove_leftovers, writing_atomically
+from maxbatch.system.storage.bounded import read_json
+from maxbatch.system.storage.contents import content_stamp
+from maxbatch.system.storage.watched_files import watch
 
 _VERSION = 2
 _HEADER_BYTES = 4096

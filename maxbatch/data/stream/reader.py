@@ -17,7 +17,7 @@ from absl import flags
 from maxbatch.data.stream import grain
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
-from maxbatch.system.child_process import (
+from maxbatch.system.processes.child_process import (
     end_with_parent,
     holding_interrupts,
     leave_signals_to_parent,

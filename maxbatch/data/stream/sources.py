@@ -25,8 +25,6 @@ from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.megatron import MegatronStore
 from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.store import WHOLE_CONTENT, Store
-from maxbatch.data.store.tokenizer import Tokenizer
-from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.bad_records import place_of_kept
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
@@ -37,9 +35,11 @@ from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.split import Split
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import tokenizer_of
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import counted
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage.storage import AnyPath
+from maxbatch.system.terminal.folding import counted
 
 Documents = np.ndarray | Records  # their numbers in the store
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from maxbatch.data.store.heldout import Records
     from maxbatch.data.store.store import Store
-    from maxbatch.data.store.tokenizer import Tokenizer
     from maxbatch.data.stream.rows import Extents, RowSource
+    from maxbatch.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

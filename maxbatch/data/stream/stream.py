@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
-from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
@@ -28,8 +27,9 @@ from maxbatch.data.stream.samples import (
     SampleRows,
 )
 from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import is_remote
+from maxbatch.system.storage.storage import is_remote
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig, Quantization
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.matrices import MATRICES
 from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, without_values
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed

@@ -15,7 +15,7 @@ from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.rampup import Stage
-from maxbatch.training.compile.ladder import plan_shapes
+from maxbatch.run.compile.ladder import plan_shapes
 from tests.helpers.tiny import LENGTH, tiny_config
 
 RAMP = ("batch_size_schedule=0:8 20:16 60:24", "per_device_batch_size=2", "train_samples=150")

@@ -21,8 +21,8 @@ from maxbatch.data.store import blocks, document_table, documents, token_store
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, BlockHasher, Blocks, block_hashes
 from maxbatch.data.store.token_store import TokenStore, load_folder
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.system.storage import as_path
-from maxbatch.system.watched_files import check_watched, watching
+from maxbatch.system.storage.storage import as_path
+from maxbatch.system.storage.watched_files import check_watched, watching
 from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.stores import Store
 

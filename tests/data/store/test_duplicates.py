@@ -22,10 +22,10 @@ from maxbatch.data.store.duplicates import HashTable
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.token_store import TokenStore, load_folder
-from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.rl.prompts import PromptSource
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
+from maxbatch.kinds.prompt.prompts import PromptSource
 from tests.data.store.test_formats import WRITERS
 from tests.helpers.chats import chat_config, talk
 from tests.helpers.corpus import jsonl_config, some_texts, write_jsonl

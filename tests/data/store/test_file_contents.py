@@ -9,9 +9,9 @@ import pytest
 
 from maxbatch.data.store.cache_folder import cache_file, json_hash, keep, recall, recall_list
 from maxbatch.data.store.file_contents import contents_of, known_contents
-from maxbatch.system import long_lists
-from maxbatch.system.long_lists import LongList, Mapped, in_order
-from maxbatch.system.source_files import SourceFile, files_below
+from maxbatch.system.storage import long_lists
+from maxbatch.system.storage.long_lists import LongList, Mapped, in_order
+from maxbatch.system.storage.source_files import SourceFile, files_below
 
 
 @pytest.fixture(autouse=True)

@@ -20,10 +20,10 @@ from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import json_array, jsonl, parquet, tfrecord
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.system import object_stores
 from maxbatch.system.errors import StoreFailed
-from maxbatch.system.patience import Patience
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage import object_stores
+from maxbatch.system.storage.patience import Patience
+from maxbatch.system.storage.storage import as_path
 from tests.helpers.stores import Store
 
 TEXTS = ["one", "tw\u00f6\n", "", "four and more", "\U0001f422"]

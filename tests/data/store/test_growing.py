@@ -21,9 +21,9 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.token_store import TokenStore, load_folder
-from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.system.storage import as_path
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
+from maxbatch.system.storage.storage import as_path
 from tests.data.store.test_blocks import without_hashes
 from tests.helpers.corpus import same, some_texts, write_jsonl
 

@@ -20,7 +20,7 @@ from maxbatch.cli import main
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece, gzip_cuts, jsonl
 from maxbatch.data.store.formats.gzip_cuts import Cut, line_cuts
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage.storage import as_path
 from tests.data.store.test_formats import source, texts
 from tests.helpers.stores import Store
 

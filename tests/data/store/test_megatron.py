@@ -16,8 +16,8 @@ from maxbatch.cli import main
 from maxbatch.data.store import megatron
 from maxbatch.data.store.megatron import MegatronStore, open_megatron
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.system.storage import as_path
-from maxbatch.system.watched_files import check_watched, watching
+from maxbatch.system.storage.storage import as_path
+from maxbatch.system.storage.watched_files import check_watched, watching
 from tests.helpers.corpus import same
 from tests.helpers.megatron_stores import CODES, Documents, joined, some_documents, write_megatron
 from tests.helpers.stores import Store

@@ -15,8 +15,8 @@ from maxbatch.data.store import document_table
 from maxbatch.data.store.ranged_tokens import RangedTokens
 from maxbatch.data.store.token_store import TokenStore, open_folder
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage.remote_path import RemotePath
+from maxbatch.system.storage.storage import as_path
 from tests.helpers.stores import Store
 
 

@@ -23,8 +23,8 @@ from maxbatch.data.store.shards import RemoteShards, Shard
 from maxbatch.data.store.token_store import TokenStore, open_folder, shard_names
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.storage.leases import LEASE_FILE
+from maxbatch.system.storage.storage import AnyPath, as_path
 from tests.helpers.stores import Store
 
 NUM_SHARDS = 1000
@@ -131,7 +131,7 @@ def test_a_build_in_a_bucket_that_is_killed_goes_on_with_the_next_shard(
     there = as_path(f"{bucket}/tokens")
     assert open_folder(there) is None
     (there / LEASE_FILE).write_text("{}")  # what a kill leaves; nobody renews it
-    monkeypatch.setattr("maxbatch.system.leases.LAPSE_S", 0.2)
+    monkeypatch.setattr("maxbatch.system.storage.leases.LAPSE_S", 0.2)
     kept.clear()
     assert main([*command, f"{bucket}/tokens"]) == 0
     assert kept[0] == 3

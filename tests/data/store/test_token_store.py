@@ -22,12 +22,12 @@ from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
-from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.system.errors import TrainingError
 from tests.data.store.test_formats import write_parquet
-from tests.data.store.test_tokenizers import write_bpe
+from tests.data.tokenizers.test_tokenizers import write_bpe
 from tests.helpers.corpus import jsonl_config, write_jsonl
 
 TOKENIZER = ByteTokenizer()

@@ -119,7 +119,9 @@ def test_documents_without_a_token_are_refused(tmp_path: Path, monkeypatch, pack
     def no_tokens(self, texts: list[bytes]) -> list[np.ndarray]:
         return [np.zeros(0, np.int32) for _ in texts]
 
-    monkeypatch.setattr("maxbatch.data.store.tokenizers.ByteTokenizer.encode_utf8_batch", no_tokens)
+    monkeypatch.setattr(
+        "maxbatch.data.tokenizers.tokenizers.ByteTokenizer.encode_utf8_batch", no_tokens
+    )
     config = jsonl_config(tmp_path / "a.jsonl", ["\x00"], packing, "add_bos=false", "add_eos=false")
     with pytest.raises(
         ConfigError,

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from maxbatch.runs.metrics_log import MetricsLog
+from maxbatch.run.folder.metrics_log import MetricsLog
 
 _append = MetricsLog.append
 

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 from maxbatch.config.values import shown, shown_fields
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats.gzip_cuts import Cut
-from maxbatch.system.source_files import SourceFile
+from maxbatch.system.storage.source_files import SourceFile
 
 # The size of a piece, about: large enough to be worth a request to a worker, small enough to share
 # evenly.

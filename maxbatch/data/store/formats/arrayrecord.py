@@ -10,8 +10,8 @@ from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, checked_utf8
 from maxbatch.data.store.formats.example import example_field
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.source_files import SourceFile, typed_reason
-from maxbatch.system.storage import is_remote
+from maxbatch.system.storage.source_files import SourceFile, typed_reason
+from maxbatch.system.storage.storage import is_remote
 
 _BATCH_BYTES = 1 << 20
 

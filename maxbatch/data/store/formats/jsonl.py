@@ -16,9 +16,9 @@ from typing import BinaryIO, ClassVar
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import LONGEST_RECORD, PIECE_BYTES, Piece, Record, content_of
 from maxbatch.data.store.formats.gzip_cuts import MAGIC, Cut, line_cuts
-from maxbatch.system.bounded import TOO_MANY_VALUES, has_too_many_values
-from maxbatch.system.source_files import SourceFile
-from maxbatch.system.storage import is_remote
+from maxbatch.system.storage.bounded import TOO_MANY_VALUES, has_too_many_values
+from maxbatch.system.storage.source_files import SourceFile
+from maxbatch.system.storage.storage import is_remote
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 20

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats.gzip_cuts import MAGIC
-from maxbatch.system.source_files import SourceFile
+from maxbatch.system.storage.source_files import SourceFile
 
 
 @contextlib.contextmanager

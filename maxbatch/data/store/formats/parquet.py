@@ -19,7 +19,7 @@ from maxbatch.data.store.formats import (
     record_as_json,
 )
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, typed_reason
+from maxbatch.system.storage.source_files import SourceFile, typed_reason
 
 _BATCH_ROWS = 512
 _READ_AHEAD_BYTES = 1 << 20

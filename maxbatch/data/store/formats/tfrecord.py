@@ -18,8 +18,8 @@ from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, ch
 from maxbatch.data.store.formats.example import example_field
 from maxbatch.data.store.formats.gzip_cuts import MAGIC
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.source_files import SourceFile
-from maxbatch.system.storage import is_remote
+from maxbatch.system.storage.source_files import SourceFile
+from maxbatch.system.storage.storage import is_remote
 
 # length and its checksum; the checksum of the bytes
 _HEAD, _TAIL = struct.Struct("<QI"), struct.Struct("<I")

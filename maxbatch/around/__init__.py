@@ -1,0 +1,1 @@
+"""What stands beside the trainer: other formats, other programs, and what looks at runs."""

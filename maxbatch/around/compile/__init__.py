@@ -1,0 +1,1 @@
+"""Compilation for devices that are elsewhere, and the compiler's own clock."""

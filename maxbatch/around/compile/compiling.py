@@ -1,0 +1,129 @@
+"""One program, compiled for the devices of a command, with its memory and its modelled time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from maxbatch.config.config import Config
+from maxbatch.plan.batch import BatchPlan, expansion_factor
+from maxbatch.system.storage.atomic_files import write_atomically
+
+if TYPE_CHECKING:
+    import jax
+
+    from maxbatch.around.compile.modelled import Modelled
+    from maxbatch.data.feed.placement import BatchShape
+    from maxbatch.plan.mesh_shape import MeshShape
+    from maxbatch.run.compile.memory import Verdict
+    from maxbatch.run.compile.target import Target
+    from maxbatch.run.programs import Programs
+
+
+class Compiled(NamedTuple):
+    """A program that was compiled, or that does not fit."""
+
+    verdict: Verdict
+    executable: jax.stages.Compiled | None  # None if it does not fit
+    modelled: Modelled
+
+
+class Update(NamedTuple):
+    """The shape of an update's batch, and its samples; the other slots are padding."""
+
+    shape: BatchShape
+    samples: int
+
+    @property
+    def share(self) -> float:
+        """The share of samples in all slots."""
+        return self.samples / (self.shape.micro_batch * self.shape.max_micro_batches)
+
+
+def programs_of(config: Config, target: Target, mesh: MeshShape, expansion: int = 1) -> Programs:
+    """Returns the programs of a config's own model and loss on devices, not yet lowered."""
+    from maxbatch.run.programs import Programs
+    from maxbatch.update.recipe import TrainedRecipe
+
+    keys = config.programs
+    return Programs(
+        keys, target.devices, mesh, TrainedRecipe.of(keys.recipe).objective(keys), expansion
+    )
+
+
+def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
+    """Returns the programs of a run on devices, not yet lowered, and its updates."""
+    from maxbatch.run.compile.ladder import largest_batch, plan_shapes
+
+    expansion = max(1, int(expansion_factor(config.plan, target.num_hosts)))
+    programs = programs_of(config, target, plan.mesh, expansion)
+    stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
+    return programs, [
+        Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)
+    ]
+
+
+def compiled(
+    lowered: jax.stages.Lowered,
+    target: Target,
+    config: Config,
+    shape: BatchShape | None,
+    hlo: Path | None = None,
+    name: str = "",
+) -> Compiled:
+    """Compiles a program and models its time.
+
+    Args:
+      shape: the batch of an update; None for another program.
+      hlo: the file for the program's HLO text, if one is written.
+      name: the program's name, for `program_options`; an update needs none.
+    """
+    from maxbatch.around.compile.modelled import Modelled, has_clock, model_time
+    from maxbatch.config.recipes import slots_per_sample
+    from maxbatch.run.compile.flags import program_options
+    from maxbatch.run.compile.memory import compile_for
+
+    verdict, executable = compile_for(
+        lowered, target, program_options(config.libtpu_flags, target.devices, name)
+    )
+    modelled = Modelled()
+    if executable is not None and (hlo or has_clock(target)):
+        text = executable.as_text() or ""
+        if hlo:
+            write_atomically(hlo, text)
+        if has_clock(target):
+            slots, peak = slots_per_sample(config), config.peak_tflops_per_device
+            modelled = model_time(text, target, config.decoder, slots, peak, shape)
+    return Compiled(verdict, executable, modelled)
+
+
+def compile_one(
+    name: str,
+    lowered: jax.stages.Lowered,
+    target: Target,
+    config: Config,
+    hlo: Path | None = None,
+    update: Update | None = None,
+) -> Compiled:
+    """Compiles a program of a run as `compiled` does, and writes its HLO text to a folder if one is
+    given.
+    """
+    from maxbatch.run.compile.cache import without_persistent_cache
+
+    with without_persistent_cache():
+        found = compiled(
+            lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo", name
+        )
+    return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
+
+
+def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
+    """Returns the update of a run that needs the most memory, compiled for devices."""
+    from maxbatch.run.programs import step_name
+
+    programs, updates = programs_on(config, target, plan)
+    done = [
+        compile_one(step_name(one.shape), programs.step(one.shape), target, config, update=one)
+        for one in updates
+    ]
+    return max(done, key=lambda one: (not one.verdict.fits, one.verdict.needed_bytes or 0))

@@ -1,0 +1,1 @@
+"""What a model is made of, as numbers: a record per family, a row per parameter. No JAX."""

@@ -1,0 +1,143 @@
+"""The training devices: an update as one program per chunk and one for the step.
+
+The update is pre-training's with another objective. Chunks are trained on while the next is
+sampled, so an update's sums are carried between calls, donated.
+
+Shapes: M pairs of a chunk, L tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.config.combined import LearnerConfig
+from maxbatch.kinds.prompt.objective import Pairs, policy_objective
+from maxbatch.model.loss import token_logprobs
+from maxbatch.parallel.trees import State
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.run.compile.compiler import jit_with
+from maxbatch.run.compile.flags import program_options
+from maxbatch.update.adapters import Adapters
+from maxbatch.update.gradients import Accumulation, Sums
+from maxbatch.update.model_on_mesh import ModelOnMesh
+from maxbatch.update.state import TrainState, abstract_state
+from maxbatch.update.step import StepMetrics, update
+
+
+class Learner:
+    """Training on pairs, chunk by chunk, on the training mesh."""
+
+    def __init__(self, config: LearnerConfig, mesh: Mesh) -> None:
+        self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
+        self._reference: State | None = None
+        self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
+        self._sums: Sums | None = None
+        accumulation = Accumulation(config, mesh, policy_objective(config.rl))
+
+        def begin(params: State, frozen: State | None, pairs: Pairs) -> tuple[Sums, jax.Array]:
+            staged = accumulation.staged(params, frozen)
+            sums = accumulation.add(
+                staged, accumulation.start(staged), pairs, config.optimizer.gradient_noise_scale
+            )
+            return sums, sums.losses_d.sum()
+
+        def add(
+            params: State, frozen: State | None, sums: Sums, pairs: Pairs
+        ) -> tuple[Sums, jax.Array]:
+            sums = accumulation.add(accumulation.staged(params, frozen), sums, pairs, False)
+            return sums, sums.losses_d.sum()
+
+        def step(
+            state: TrainState, sums: Sums, settings: UpdateSettings
+        ) -> tuple[TrainState, StepMetrics]:
+            return update(
+                config.optimizer, state, accumulation.total(sums), settings, accumulation.balance
+            )
+
+        model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
+
+        def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+            decoder = model.module(model.staged(params))
+            return token_logprobs(
+                decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards
+            ).logprobs_MxL
+
+        whole = NamedSharding(mesh, P())
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        jit = jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat)))
+        self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
+        self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
+        self._reference_logprobs = jit(score)
+        if adapters := Adapters.from_config(config.adapters, config.quantization):
+            merged = jit(adapters.merged, out_shardings=shardings.model)
+            self._adapted = adapters.beside if adapters.are_apart else merged
+
+    def policy(self, state: TrainState) -> State:
+        """Returns the policy's parameters, with adapters."""
+        return state.params if state.frozen is None else self._adapted(state.frozen, state.params)
+
+    def referring_to(self, params: State) -> Self:
+        """Returns a learner that measures the divergence (`grpo_beta`) from these parameters."""
+        learner = copy.copy(self)
+        learner._reference = params
+        return learner
+
+    def place(
+        self,
+        tokens_MxL: np.ndarray,
+        mask_MxL: np.ndarray,
+        logprobs_MxL: np.ndarray,
+        lengths_M: np.ndarray,
+        advantages_M: np.ndarray,
+    ) -> Pairs:
+        """Puts a chunk on the training devices.
+
+        Args:
+          tokens_MxL: int32: prompt, response, padding.
+          mask_MxL: bool: where the response is; all False in padding rows.
+          logprobs_MxL: float32, of the tokens at sampling.
+          lengths_M: int32, tokens of prompt and response.
+          advantages_M: float32.
+        """
+        segments_MxL = (np.arange(tokens_MxL.shape[1]) < lengths_M[:, None]).astype(np.int32)
+        advantages_MxL = np.where(mask_MxL, advantages_M[:, None], np.float32(0))
+        tokens, segments, weights, old, advantages = (
+            # every host has the whole chunk
+            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)
+            for array in (
+                tokens_MxL,
+                segments_MxL,
+                mask_MxL.astype(np.float32),
+                logprobs_MxL,
+                advantages_MxL,
+            )
+        )
+        reference = old
+        if self._reference is not None:
+            reference = self._reference_logprobs(self._reference, tokens, segments)
+        return Pairs(tokens, segments, weights, old, reference, advantages)
+
+    def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
+        """Adds a chunk to the current update; returns a scalar that is ready when the chunk is
+        done.
+        """
+        if self._sums is None:
+            added: tuple[Sums, jax.Array] = self._begin(state.params, state.frozen, pairs)
+        else:
+            added = self._add(state.params, state.frozen, self._sums, pairs)
+        self._sums, done = added
+        return done
+
+    def step(self, state: TrainState, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
+        assert self._sums is not None, "an update has a chunk"
+        sums, self._sums = self._sums, None
+        numbers = jax.tree.map(np.float32, settings)
+        stepped: tuple[TrainState, StepMetrics] = self._step(state, sums, numbers)
+        return stepped

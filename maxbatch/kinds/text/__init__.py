@@ -1,0 +1,1 @@
+"""Text: rows of tokens, each predicted from the previous ones."""

@@ -1,0 +1,511 @@
+"""`sessions.jsonl`: a line for every start of a run, with its wall time by purpose.
+
+The line is written when a run starts, and a thread keeps it up to date. A killed start leaves its
+last line, which the next start completes from `metrics.jsonl`. The next start also counts the time
+of updates that it trains again as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Self
+
+from maxbatch.plan.checkpoint_period import MeasuredTimes
+from maxbatch.run.folder.json_file import checked
+from maxbatch.run.folder.metrics import UpdateSeconds, read_lines, update_seconds
+from maxbatch.run.folder.run_folder import SESSIONS_FILE, RunFolder
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.processes.repeating import Repeating
+from maxbatch.system.storage.appending import PERIOD_S as REMOTE_PERIOD_S
+from maxbatch.system.storage.atomic_files import write_atomically
+from maxbatch.system.storage.storage import AnyPath, is_remote
+
+_PERIOD_S = 5.0
+_END_WAIT_S = 5.0
+# Larger than in any run; a line with more is damaged.
+_MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
+UNKNOWN_STEP = -1  # of the newest checkpoint of a session whose line does not state it
+
+
+class TimePart(StrEnum):
+    """A part of the wall time of a session."""
+
+    START_UP = "start_up"  # everything else
+    RESTORING = "restoring"
+    COMPILING = "compiling"
+    WAITING_FOR_DATA = "waiting_for_data"
+    UPDATES_KEPT = "updates_kept"
+    # trained again by a later session, or under way when the session ended
+    UPDATES_LOST = "updates_lost"
+    CHECKPOINTS = "checkpoints"
+    EVAL = "eval"
+    SINCE_SESSION_BEFORE = "since_session_before"
+
+
+class Session(NamedTuple):
+    """A start of a run."""
+
+    started: float  # seconds since 1970
+    ended: float  # when it was last known to live
+    hosts: int
+    devices: int
+    # its first update, from 1; None if it ended before the first update was known
+    first_step: int | None
+    last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
+    # by `TimePart`; their sum is the time from the end of the session before to its own end
+    seconds: dict[str, float]
+    # `done`, `early stopping`, the name of a signal, `host 1 died` or `error`; None while it runs,
+    # or if it was killed
+    ended_by: str | None = None
+    # of maxbatch, Python, JAX and its compilers; None in older lines
+    versions: dict[str, str] | None = None
+    command: str | None = None  # None in older lines
+    # The newest checkpoint in run_dir that it resumed from or committed; None: there is none.
+    saved_step: int | None = UNKNOWN_STEP
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the object of its line; times to the millisecond."""
+        rounded = {name: round(value, 3) for name, value in self.seconds.items()}
+        times = {"started": round(self.started, 3), "ended": round(self.ended, 3)}
+        facts = {"ended_by": self.ended_by, "versions": self.versions, "command": self.command}
+        line = {**times, **facts, **self._asdict(), **times, "seconds": rounded}
+        if self.saved_step == UNKNOWN_STEP:
+            line.pop("saved_step")
+        return line
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of its time spent on updates that are kept; None without any time."""
+        return goodput(self.seconds)
+
+    def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
+        """Returns the session with some of the time of one part, at most all of it, moved to
+        another part.
+        """
+        found = min(max(seconds, 0.0), self.seconds[source])
+        changed = dict(self.seconds)
+        changed[source] -= found
+        changed[target] += found
+        return self._replace(seconds=changed)
+
+
+_SHAPE = {
+    "started": float,
+    "ended": float,
+    "hosts": int,
+    "devices": int,
+    "first_step": int | None,
+    "last_step": int | None,
+    "seconds": {part.value: float for part in TimePart},
+}
+# of fields that older lines lack
+_LATER_SHAPE = {"ended_by": str | None, "versions": object, "command": str | None}
+
+
+def read_sessions(run_dir: AnyPath) -> list[Session]:
+    """Returns the sessions of a run, oldest first; leaves out lines that cannot be read.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    return [
+        found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None
+    ]
+
+
+def _parse(line: bytes) -> Session | None:
+    try:
+        found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
+        seconds = {part.value: float(found["seconds"][part]) for part in TimePart}
+        later = checked({name: found.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
+        if later["versions"] is not None:
+            checked(later["versions"], {str: str}, "versions")
+        saved = found.get("saved_step", UNKNOWN_STEP)
+        if saved != UNKNOWN_STEP:
+            checked(saved, int | None)
+        named = {name: found[name] for name in _SHAPE} | later
+        session = Session(**named | {"seconds": seconds, "saved_step": saved})
+        return session if _is_possible(session) else None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _is_possible(session: Session) -> bool:
+    """Returns whether a session is possible: all numbers within bounds, and no update without
+    time.
+    """
+    first, last = session.first_step or 1, session.last_step
+    return (
+        all(
+            0 <= one <= _LATEST
+            for one in (*session.seconds.values(), session.started, session.ended)
+        )
+        and min(session.hosts, session.devices) >= 1
+        and max(session.hosts, session.devices) <= _MOST_STEPS
+        and 1 <= first <= _MOST_STEPS
+        and (last is None or first - 1 <= last)
+        and UNKNOWN_STEP <= (session.saved_step or 0) <= _MOST_STEPS
+        and (last or 0) - first
+        < _MOST_UPDATES_PER_SECOND * (1 + max(0.0, session.ended - session.started))
+    )
+
+
+def total_seconds(sessions: Sequence[Session]) -> dict[str, float]:
+    """Returns the wall time of a run by `TimePart`."""
+    return {part.value: sum(session.seconds[part] for session in sessions) for part in TimePart}
+
+
+def goodput(seconds: Mapping[str, float]) -> float | None:
+    """Returns the share of the wall time spent on updates that are kept; None without any time."""
+    total = sum(seconds.values())
+    return seconds[TimePart.UPDATES_KEPT] / total if total else None
+
+
+def saved_of(sessions: Sequence[Session]) -> int | None:
+    """Returns the newest step that a run's sessions state as saved since it last began at step 0.
+
+    None: no checkpoint was saved since then. `UNKNOWN_STEP`: an older version wrote the lines, or
+    there are none.
+    """
+    steps: list[int | None] = []
+    for session in reversed(sessions):
+        steps.append(session.saved_step)
+        if session.first_step == 1:
+            break
+    known = [step for step in steps if step is not None]
+    return max(known, default=None) if steps else UNKNOWN_STEP
+
+
+def lost_updates(sessions: Sequence[Session]) -> list[int]:
+    """Returns for each session the number of its updates that later sessions trained, or will
+    train, again.
+    """
+    lost, last_kept = [], math.inf
+    for session in reversed(sessions):
+        first, last = session.first_step, session.last_step
+        if first is None or last is None:
+            lost.append(0)
+            continue
+        lost.append(max(0, last - max(first - 1, int(min(last, last_kept)))))
+        last_kept = min(last_kept, first - 1)
+    return lost[::-1]
+
+
+def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> MeasuredTimes:
+    """Returns the mean times of a run whose checkpoints were `checkpoint_period` updates apart."""
+    trained = [
+        one
+        for one in sessions
+        if one.first_step and one.last_step and one.first_step <= one.last_step
+    ]
+    seconds = total_seconds(trained)
+    steps = sum((one.last_step or 0) - (one.first_step or 0) + 1 for one in trained)
+    saves = sum(
+        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period
+        for one in trained
+    )
+    starts = (
+        TimePart.SINCE_SESSION_BEFORE,
+        TimePart.START_UP,
+        TimePart.RESTORING,
+        TimePart.COMPILING,
+    )
+    again = total_seconds(trained[1:])
+    return MeasuredTimes(
+        seconds[TimePart.CHECKPOINTS] / saves if saves and seconds[TimePart.CHECKPOINTS] else None,
+        (
+            seconds[TimePart.UPDATES_KEPT]
+            + seconds[TimePart.UPDATES_LOST]
+            + seconds[TimePart.WAITING_FOR_DATA]
+        )
+        / steps
+        if steps
+        else None,
+        sum(again[part] for part in starts) / (len(trained) - 1) if len(trained) > 1 else None,
+    )
+
+
+def resumed(
+    sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]
+) -> list[Session]:
+    """Returns the earlier sessions of a run for a start that continues after `step` updates.
+
+    Args:
+      sessions: the earlier sessions, oldest first.
+      step: completed updates of the checkpoint; those after it are trained again.
+      now: when the start began, in seconds since 1970.
+      times: of updates by their number: of those after the last line of `sessions`, and of those
+        after `step`.
+    """
+    found = list(sessions)
+    if found:
+        found[-1] = _completed(found[-1], now, times)
+    last_kept = math.inf  # of the sessions before the current one: later sessions trained the rest
+    for index in reversed(range(len(found))):
+        first, last = found[index].first_step, found[index].last_step
+        if first is None or last is None:
+            continue
+        found[index] = _without(found[index], first, min(last, last_kept), step, times)
+        last_kept = min(last_kept, first - 1)
+    return found
+
+
+def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds]) -> Session:
+    """Returns a session with the updates that it recorded after the last write of its line."""
+    if session.last_step is None:
+        return session
+    late: list[UpdateSeconds] = []
+    while (session.last_step + len(late) + 1) in times:
+        late.append(times[session.last_step + len(late) + 1])
+    waited = min(sum(one.waited for one in late), sum(one.whole for one in late))
+    whole = sum(one.whole for one in late)
+    # of the first of them, counted by then
+    under_way = min(session.seconds[TimePart.UPDATES_LOST], whole)
+    room = max(0.0, now - session.ended)
+    added = min(whole - under_way, room)
+    kept = max(0.0, under_way + added - waited)
+    seconds = session.seconds | {
+        TimePart.UPDATES_LOST: session.seconds[TimePart.UPDATES_LOST] - under_way,
+        TimePart.UPDATES_KEPT: session.seconds[TimePart.UPDATES_KEPT] + kept,
+        TimePart.WAITING_FOR_DATA: session.seconds[TimePart.WAITING_FOR_DATA]
+        + under_way
+        + added
+        - kept,
+    }
+    return session._replace(
+        ended=session.ended + added, last_step=session.last_step + len(late), seconds=seconds
+    )
+
+
+def _without(
+    session: Session, first: int, last: float, step: int, times: Mapping[int, UpdateSeconds]
+) -> Session:
+    """Returns a session whose updates `first` to `last` were kept, without those after `step`."""
+    if last <= step or last < first:
+        return session
+    if step < first:
+        return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, math.inf)
+    mean = session.seconds[TimePart.UPDATES_KEPT] / (last - first + 1)
+    lost = [one.whole - one.waited for number, one in times.items() if step < number <= last]
+    seconds = sum(lost) + mean * (last - step - len(lost))
+    return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, seconds)
+
+
+_OPEN: list[SessionLog] = []  # of this process, with a line
+
+
+def leave_sessions(cause: str, is_refusal: bool = False) -> None:
+    """Writes the last lines of the sessions of this process, which is about to end, on any thread.
+
+    Args:
+      is_refusal: whether the start is refused; one that trained nothing then leaves no line.
+    """
+    for log in list(_OPEN):
+        writer = threading.Thread(
+            target=log.leave, args=(cause, is_refusal), name="maxbatch-session-end", daemon=True
+        )
+        writer.start()
+        # a store may not answer, and the thread that trains may hold the log
+        writer.join(_END_WAIT_S)
+
+
+def end_killed_session(run_dir: AnyPath, cause: str) -> None:
+    """Records what ended the last session of a run whose processes are gone, unless it recorded
+    that itself.
+    """
+    sessions = read_sessions(run_dir)
+    if sessions and sessions[-1].ended_by is None:
+        ended = [*sessions[:-1], sessions[-1]._replace(ended_by=cause)]
+        write_atomically(run_dir / SESSIONS_FILE, _lines(ended))
+
+
+def _lines(sessions: Sequence[Session]) -> str:
+    return "".join(json.dumps(session.to_json()) + "\n" for session in sessions)
+
+
+class SessionLog:
+    """The line of the session that runs, and the clock of its parts.
+
+    Its methods are called on the thread that trains. As a context manager it writes the line at
+    once and once more at the end. A refused start leaves no line.
+
+    Args:
+      started: when the session began, in seconds since 1970.
+      versions: of the software that computes.
+      command: which started it.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        started: float,
+        hosts: int,
+        devices: int,
+        writes: bool,
+        versions: dict[str, str] | None = None,
+        command: str | None = None,
+    ) -> None:
+        self._folder, self._writes = folder, writes
+        self._before = read_sessions(folder.path) if writes else []  # as it was found
+        self._earlier = self._before  # as this start knows it
+        seconds = {part.value: 0.0 for part in TimePart}
+        if self._before:
+            seconds[TimePart.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
+        facts = Session(started, started, hosts, devices, None, None, seconds)
+        self._own = facts._replace(versions=versions, command=command, saved_step=None)
+        self._origin = time.perf_counter() - max(0.0, time.time() - started)
+        self._part, self._since = TimePart.START_UP, self._origin
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()  # so that an older line never replaces a newer one
+        self._is_withdrawn = False
+        self._writer: Repeating | None = None
+
+    def __enter__(self) -> Self:
+        if self._writes:
+            self._write()
+            _OPEN.append(self)
+            period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
+            self._writer = Repeating(self._write, period, "maxbatch-sessions")
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self in _OPEN:
+            _OPEN.remove(self)
+        if not self._writer or not self._writer.stop(_END_WAIT_S):
+            return
+        if error is not None:
+            self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
+        self._is_withdrawn = self._is_withdrawn or (
+            isinstance(error, ConfigError) and not self._has_trained
+        )
+        with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
+            self._write()
+
+    @property
+    def part(self) -> TimePart:
+        """The part that time counts in now."""
+        return self._part
+
+    def end_by(self, cause: str) -> None:
+        """Records what ends the session, for its last line."""
+        with self._lock:
+            self._own = self._own._replace(ended_by=cause)
+
+    @property
+    def _has_trained(self) -> bool:
+        return self._own.first_step is not None and self._own.first_step <= (
+            self._own.last_step or 0
+        )
+
+    def leave(self, cause: str, is_refusal: bool = False) -> None:
+        """Writes the last line of a session whose process is about to end, on any thread."""
+        if self._writes:
+            self.end_by(cause)
+            self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._has_trained)
+            # the next start completes the line
+            with contextlib.suppress(ConfigError, TrainingError, OSError):
+                self._write()
+
+    def withdraw(self) -> None:
+        """Removes the line of this start, which had nothing to do."""
+        self._is_withdrawn = True
+
+    @contextlib.contextmanager
+    def during(self, part: TimePart) -> Iterator[None]:
+        """Counts the time of a block in a part, except for nested blocks of other parts."""
+        outer = self._turn_to(part)
+        try:
+            yield
+        finally:
+            self._turn_to(outer)
+
+    def move(self, part: TimePart, seconds: float) -> None:
+        """Moves seconds that have just passed to another part."""
+        with self._lock:
+            self._settle()
+            self._own = self._own.moved(self._part, part, seconds)
+
+    def begin_anew(self) -> None:
+        """Forgets the earlier sessions: the run that they trained was given up."""
+        self._before = self._earlier = []
+        with self._lock:
+            seconds = self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: 0.0}
+            self._own = self._own._replace(seconds=seconds)
+
+    def stand_at(self, step: int, saved: int | None = None) -> None:
+        """Records that the session continues after `step` updates; later updates count as lost.
+
+        Args:
+          saved: the step of the checkpoint in `run_dir` that it resumes from; None: it resumes from
+            none.
+        """
+        with self._lock:
+            self._own = self._own._replace(first_step=step + 1, last_step=step, saved_step=saved)
+        if self._before:
+            self._complete_earlier(step)
+        if self._writer:
+            # now: the next start of a run that is killed soon completes a line with a first step
+            self._write()
+
+    def _complete_earlier(self, step: int) -> None:
+        """Completes the lines of earlier sessions for a start that continues after `step`
+        updates.
+        """
+        last = self._before[-1].last_step
+        times = update_seconds(self._folder.path, after=min(step, step if last is None else last))
+        self._earlier = resumed(self._before, step, self._own.started, times)
+        gap = max(0.0, self._own.started - self._earlier[-1].ended)
+        with self._lock:
+            self._own = self._own._replace(
+                seconds=self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: gap}
+            )
+
+    def record(self, step: int) -> None:
+        """Counts the time in updates so far as kept: the record of update `step` is written."""
+        if self._writer:
+            self._writer.check()
+        with self._lock:
+            self._settle()
+            self._own = self._own.moved(
+                TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf
+            )._replace(last_step=step)
+
+    def saved(self, step: int) -> None:
+        """Records a committed checkpoint at once; any thread may call it."""
+        with self._lock:
+            self._own = self._own._replace(saved_step=step)
+        if self._writes:
+            self._write()
+
+    def _turn_to(self, part: TimePart) -> TimePart:
+        with self._lock:
+            self._settle()
+            outer, self._part = self._part, part
+            return outer
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        seconds = self._own.seconds | {
+            self._part: self._own.seconds[self._part] + now - self._since
+        }
+        self._own = self._own._replace(
+            ended=self._own.started + now - self._origin, seconds=seconds
+        )
+        self._since = now
+
+    def _write(self) -> None:
+        self._folder.check()
+        with self._writing:
+            with self._lock:
+                self._settle()
+                lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
+            if lines:
+                self._folder.write(SESSIONS_FILE, _lines(lines))
+            else:
+                (self._folder.path / SESSIONS_FILE).unlink(missing_ok=True)

@@ -1,0 +1,740 @@
+"""Pre-training: steps that feed on rows of the stream and learn to predict each next token."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.around.harness.run_model import RunModel
+from maxbatch.around.harness.tasks import Tasks
+from maxbatch.around.huggingface.folder.config_json import context_length, end_tokens
+from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
+from maxbatch.around.sampling.sampler import SamplingRules
+from maxbatch.around.sampling.text import generate_text
+from maxbatch.config.combined import PlanConfig, ProgramsConfig
+from maxbatch.config.config import Config
+from maxbatch.config.own_parts import own_parts_text, refuse_own_parts
+from maxbatch.config.pins import facts_of, program_keys
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import KEYS, EvaluationConfig
+from maxbatch.config.values import shown
+from maxbatch.data.feed.feed import Feed, StagedBatch
+from maxbatch.data.feed.placement import is_loading
+from maxbatch.data.store.store import IDS
+from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
+from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.tokenizers import tokenizer_of
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
+from maxbatch.parallel.agreement import check_agreed
+from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
+from maxbatch.parallel.mesh import must_take_turns
+from maxbatch.parallel.trees import State
+from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
+from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.stages import check_epochs
+from maxbatch.plan.update_settings import UpdatePlan
+from maxbatch.run.agreement import check_same_start
+from maxbatch.run.compile.flags import INIT, flags_in_force, state_flags
+from maxbatch.run.compile.ladder import StepLadder
+from maxbatch.run.compile.saved import SavedPrograms
+from maxbatch.run.evaluation import Evaluator, num_evaluated
+from maxbatch.run.folder.metrics_schema import Metric
+from maxbatch.run.folder.sessions import TimePart
+from maxbatch.run.own import (
+    Parts,
+    check_parts,
+    code_of,
+    module_maker,
+    name_of,
+    objective_of,
+    optimizer_maker,
+    task_model,
+)
+from maxbatch.run.programs import Programs, checked_mesh_shape, step_name
+from maxbatch.run.record.answers import Answers, AnswersLog, Question, questions_of
+from maxbatch.run.record.own_end import OwnFeed
+from maxbatch.run.reference import (
+    REFERENCE_FILE,
+    FoundReference,
+    ReadPart,
+    Reference,
+    find_reference,
+    with_reference,
+)
+from maxbatch.run.session import Outcome, RunContext, Session
+from maxbatch.run.taking_over import state_taken_over
+from maxbatch.run.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
+from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.run.weights.origin import Source
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
+from maxbatch.system.terminal.folding import counted, folded_command
+from maxbatch.update.gradients import Objective
+from maxbatch.update.optimizers import AT_REST, OptimizerMaker
+from maxbatch.update.recipe import TrainedRecipe
+from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
+
+CONFIGURED = Parts()  # all of it the config's
+
+
+def train(
+    config: Config,
+    devices: Sequence[jax.Device] | None = None,
+    parts: Parts = CONFIGURED,
+    concludes: bool = True,
+) -> Outcome:
+    """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
+
+    Args:
+      config: a resolved config (`maxbatch.load_config`).
+      devices: the devices to train on, all by default.
+      parts: a user's own model, loss, optimizer, data and loggers.
+      concludes: whether to print a sample of the model's text and the next command to type.
+
+    Returns:
+      The run's position, and the signal that stopped it, if one did.
+
+    Raises:
+      ConfigError: the config, the data or the checkpoint cannot be used.
+      TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
+    """
+    give_cpu_devices_threads()
+    leave_out_absent_tpu()
+    state_flags(config.libtpu_flags, config.data_cache_dir)
+    check_same_start("train", facts_of(config) | code_of(parts))
+    devices = devices or jax.devices()
+    refuse_own_parts(config.own_parts, given=parts.names)
+    flags = flags_in_force(config.libtpu_flags, devices)
+    config = config.replaced({"libtpu_flags": flags, "own_parts": own_parts_text(parts.names)})
+    with ExitStack() as stack:
+        context = RunContext(config, devices, stack)
+        context.own_end.watch(
+            bool(parts.outputs) or parts.stream is not None or parts.eval_stream is not None
+        )
+        return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
+
+
+def open_pretraining(
+    context: RunContext, parts: Parts = CONFIGURED, concludes: bool = True
+) -> OpenedPretraining:
+    """Opens the data of a run, once its parts and its mesh are known to fit.
+
+    Raises:
+      ConfigError: the config, the parts or the data cannot be used, or the hosts have different
+        data.
+    """
+    config = context.config
+    keys, planning, recipe = config.programs, config.plan, TrainedRecipe.of(config.recipe)
+    _check(parts, config.compiled_dir, recipe)
+    tasks = _open_tasks(config.evaluation, parts)
+    mesh_shape = checked_mesh_shape(planning, keys, context.devices)
+    expansion = max(1, int(expansion_factor(planning, jax.process_count())))
+    make_model = (
+        module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
+    )
+    own_optimizer = optimizer_maker(parts.optimizer, keys.optimizer)
+    model = task_model(make_model, keys, mesh_shape, own_optimizer)
+    objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(keys)
+    stream = None
+    if is_loading(jax.process_index(), expansion):
+        own = parts.stream
+        stream = open_stream(config) if own is None else as_stream(own, config.stream)
+    data = _agree_on_data(
+        stream, config.dataset_path, f"{config.recipe.unit}s", jax.process_count() // expansion
+    )
+    return OpenedPretraining(
+        context,
+        parts,
+        concludes,
+        keys,
+        recipe,
+        planning,
+        tasks,
+        mesh_shape,
+        expansion,
+        own_optimizer,
+        model,
+        objective,
+        stream,
+        data,
+    )
+
+
+def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
+    check_parts(parts)
+    if not recipe.takes_parts and (
+        parts.model or parts.objective or parts.stream or parts.eval_stream
+    ):
+        raise ConfigError(
+            f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, "
+            f"and train() was given a model, a loss or a stream; works: {recipe.key}=false"
+        )
+    if compiled_dir and (parts.model or parts.objective or parts.optimizer):
+        raise ConfigError(
+            f"compiled_dir={compiled_dir}: holds programs of the config's own model, loss and optimizer, and train() "
+            'was given others; works: compiled_dir=""'
+        )
+
+
+def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
+    """Returns the tasks that evals score; None if the config states none."""
+    if not stated.eval_tasks:
+        return None
+    if parts.model or parts.stream:
+        raise ConfigError(
+            f"eval_tasks={shown(stated.eval_tasks)}: scores the config's own model with its tokenizer, and "
+            'train() was given a model or a stream; works: eval_tasks=""'
+        )
+    names = [name for name in stated.eval_tasks.split(",") if name]
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
+    return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
+
+
+def _agree_on_data(stream: Stream | None, path: str, unit: str, num_loading_hosts: int) -> TaskData:
+    """Returns the facts of the first host; the others must read the same data."""
+
+    def facts() -> tuple[Mapping[str, object], int | None, Sequence[str]]:
+        assert stream is not None, "the first host loads data"
+        return stream.identity, stream.samples_per_epoch, stream.notes
+
+    identity, samples_per_epoch, notes = broadcast(facts)
+    check_same_data(f"dataset_path={path!r}", stream.identity if stream is not None else identity)
+    return TaskData(identity, samples_per_epoch, num_loading_hosts, unit, tuple(notes))
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedPretraining:
+    """Pre-training whose data are open (`maxbatch.run.task.Opened`)."""
+
+    context: RunContext
+    parts: Parts
+    concludes: bool  # whether a sample of text and the next command end the run
+    keys: ProgramsConfig
+    recipe: TrainedRecipe
+    planning: PlanConfig
+    tasks: Tasks | None  # that evals score
+    mesh_shape: MeshShape
+    expansion: int  # one host in so many loads
+    own_optimizer: OptimizerMaker | None
+    model: TaskModel
+    objective: Objective
+    stream: Stream | None  # None if another host loads
+    data: TaskData
+
+    why_untrained: ClassVar[str] = (
+        "no batch had a loss weight; look at the data with `maxbatch data`"
+    )
+
+    @property
+    def source(self) -> tuple[str, str]:
+        return self.context.source
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model or the stream is a user's, so that nothing is sampled."""
+        return self.parts.model is not None or self.parts.stream is not None
+
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.context.config.stream)
+
+    def plan(self, resume: Resume) -> PlannedPretraining:
+        """Plans the run; `compiled_dir` must fit."""
+        context, config = self.context, self.context.config
+        check_epochs(self.planning, self.data.samples_per_epoch)
+        plan = BatchPlan.from_config(
+            self.planning,
+            len(context.devices),
+            jax.process_count(),
+            num_slices=self.mesh_shape.num_slices,
+            samples_per_epoch=self.data.samples_per_epoch,
+            resume=resume,
+        )
+        programs = Programs(
+            self.keys,
+            context.devices,
+            self.mesh_shape,
+            self.objective,
+            self.expansion,
+            self.own_optimizer,
+        )
+        saved = None
+        if config.compiled_dir:
+            saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh)
+        return PlannedPretraining(self, plan, programs, saved, self._tasks_model(programs))
+
+    def _tasks_model(self, programs: Programs) -> RunModel | None:
+        if not self.tasks:
+            return None
+        config, tokenizer = self.context.config, self.tokenizer()
+        ends, params = (
+            end_tokens(config.load_parameters_path),
+            adapted_shapes(self.keys, programs.abstract),
+        )
+        check_vocabulary(config, tokenizer.vocab_size)
+        model = RunModel(
+            config.text,
+            programs.mesh,
+            tokenizer,
+            context_length(config.decoder, config.load_parameters_path),
+            ends,
+            params,
+        )
+        self.tasks.check(model)
+        return model
+
+    def answers_to(self, stream: Stream | None, mesh: Mesh) -> Answers | None:
+        """Returns the answers to records of a stream, if it has questions and the config asks for
+        samples of text.
+
+        The answer of a pair's record is the chosen one.
+        """
+        config = self.context.config
+        if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
+            return None
+        questions = [
+            Question(*one)
+            for one in broadcast(lambda: questions_of(stream) if stream is not None else [])
+        ]
+        if not questions:
+            return None
+        return Answers(
+            self.keys, self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPretraining:
+    """Pre-training with its plan and its programs, none of them lowered
+    (`maxbatch.run.task.Planned`).
+    """
+
+    opened: OpenedPretraining
+    plan: BatchPlan
+    programs: Programs
+    saved: SavedPrograms | None  # those of `compiled_dir`
+    tasks_model: RunModel | None  # that answers the tasks, if there are any
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.programs.mesh
+
+    @property
+    def abstract(self) -> TrainState:
+        return self.programs.abstract
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        if self.saved is not None and name in self.saved:
+            return self.saved.load(name, lower)
+        return self.opened.context.executable(name, lower)
+
+    def build(self, start: Start) -> BuiltPretraining:
+        opened, config = self.opened, self.opened.context.config
+        held_out = self._open_held_out()
+        reads = self._reads(held_out)
+        check_agreed(reads, "give every host the same files")
+        with opened.context.sessions.during(TimePart.RESTORING):
+            found = self._find_reference(start, held_out) if opened.objective.num_referred else None
+            # A checkpoint lacks the model that adapters adapt.
+            if start.is_new or (found and found.missing) or self.abstract.frozen is not None:
+                if config.load_full_state_path:
+                    start.parameters.origin.source()
+                else:
+                    start.parameters.open(self.abstract.model)
+        manager = self.plan.manager
+        ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
+        # What was compiled ahead was planned from the run's start, and its first shape runs every
+        # stage.
+        steps = StepLadder(
+            lambda shape: self.executable(step_name(shape), lambda: self.programs.step(shape)),
+            [stage for stage in ahead if stage.num_steps],
+            all_first=jax.process_count() > 1 or self.saved is not None,
+            shapes=self.saved.shapes_for(manager.stages) if self.saved else None,
+        )
+        return BuiltPretraining(opened, self, start, held_out, reads, found, steps)
+
+    def _open_held_out(self) -> ReadPart:
+        """Returns the held-out data, none if the config has no eval."""
+        config, opened = self.opened.context.config, self.opened
+        own, own_held_out = opened.parts.stream, opened.parts.eval_stream
+        if config.eval_interval <= 0:
+            return ReadPart(None, 0)
+        held_out: Stream | None
+        if opened.stream is None:  # another host loads
+            held_out = None
+        elif own_held_out is not None:
+            held_out = as_held_out(own_held_out, config.stream)
+        elif own is not None and not config.eval_dataset_path:
+            held_out = held_out_of(own, config.stream)
+        else:
+            held_out = open_stream(config, split="eval")
+        return ReadPart(
+            held_out, broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0)
+        )
+
+    def _reads(self, held_out: ReadPart) -> dict[str, str]:
+        """Returns the content of what this host, or the first one in its place, reads besides its
+        training data.
+        """
+        opened, config = self.opened, self.opened.context.config
+        own = held_out.stream.identity if held_out.stream is not None else {}
+        first = broadcast(lambda: own)
+        key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
+        key = key if opened.parts.eval_stream is None else "eval_stream"
+        loads = opened.stream is not None
+        found = {
+            f"{name} of {key}": str(value) for name, value in (own if loads else first).items()
+        }
+        given = code_of(opened.parts).items()
+        found |= {
+            f"the file of {name}": code
+            for name, code in given
+            if getattr(opened.parts, name) is not None
+        }
+        if self.saved:
+            found["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
+        if config.generate_prompt and not opened.is_own:  # the sample at the end
+            tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
+            found["content of tokenizer_path"] = tokenizer.identity
+            found["end tokens of load_parameters_path"] = str(
+                end_tokens(config.load_parameters_path)
+            )
+            if opened.recipe.has_answers:
+                # a tokenizer without a template writes no question of its own
+                with suppress(ConfigError):
+                    found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
+        return found
+
+    def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference:
+        opened, total = self.opened, self.plan.total_samples
+        assert total is not None, "data that are here have known epochs"
+        # The first epoch has every sample; the sources of a mixture have epochs of their own.
+        last = min(total, opened.data.samples_per_epoch or total)
+        bounds = opened.context.config.evaluation
+        return find_reference(
+            opened.context.folder.path / REFERENCE_FILE,
+            Reference(opened.recipe.unit, opened.objective.num_referred),
+            start.parameters.origin.mark,
+            start.position.step > 0,
+            ReadPart(opened.stream, last),
+            ReadPart(
+                held_out.stream,
+                num_evaluated(bounds, held_out.num_samples, self.plan.eval_batch_size),
+            ),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltPretraining:
+    """Pre-training with all that its updates read open (`maxbatch.run.task.Built`)."""
+
+    opened: OpenedPretraining
+    planned: PlannedPretraining
+    start: Start
+    held_out: ReadPart  # empty without an eval
+    reads: Mapping[str, str]
+    found_reference: FoundReference | None  # of objectives that have one
+    steps: StepLadder  # the compiled updates of the stages ahead
+
+    @property
+    def has_eval_loss(self) -> bool:
+        return bool(self.held_out.num_samples)
+
+    @property
+    def introduction(self) -> Sequence[str]:
+        return [self.steps.describe()] if len(self.planned.plan.manager.stages) > 1 else []
+
+    def run(
+        self, restored: TrainState | None, show: ShowText, stack: ExitStack
+    ) -> tuple[RunningPretraining, TrainState]:
+        """Compiles the first update while the state is made, and warms it up."""
+        opened, planned, context = self.opened, self.planned, self.opened.context
+        placement = planned.programs.placement
+        stream, held_out = self._referred_streams()
+        feed = Feed(
+            stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step
+        )
+        stack.enter_context(feed)
+        # reads the first batch
+        batches = feed if opened.parts.stream is None else OwnFeed(feed, context.own_end)
+        making_state = context.background.start(partial(self._state, restored))
+        compiled = self.steps.compile_first()
+        state: TrainState = making_state.result()
+        # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at
+        # most
+        gather(None)
+        for shape, step in compiled:
+            # A batch without weight changes nothing.
+            nothing = (placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
+            state, metrics = step(state, *nothing)
+            jax.block_until_ready(metrics)
+        adapting = None
+        if planned.abstract.frozen is not None:
+            adapting = compile_adapting(opened.keys, planned.abstract)
+        evaluator = self._evaluator(held_out) if self.has_eval_loss else None
+        answers, log = None, None
+        if evaluator and opened.recipe.answers_evals:
+            answers = opened.answers_to(held_out, planned.mesh)
+        if answers and is_first():
+            log = stack.enter_context(
+                closing(AnswersLog(context.folder, show, self.start.position.step))
+            )
+        return RunningPretraining(
+            opened, planned, self.steps, batches, evaluator, answers, log, adapting
+        ), state
+
+    def _evaluator(self, held_out: Stream | None) -> Evaluator:
+        opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
+        keys, bounds = opened.keys, opened.keys.evaluation
+        num_rows, batch_size = self.held_out.num_samples, plan.eval_batch_size
+        has_own_rows = opened.parts.stream is not None or opened.parts.eval_stream is not None
+        until = opened.context.own_end.until if has_own_rows else iter
+        return Evaluator(
+            keys, bounds, placement, held_out, num_rows, batch_size, opened.objective, until
+        )
+
+    def _referred_streams(self) -> tuple[Stream | None, Stream | None]:
+        """Returns the training stream and the held-out one, beside their reference if the objective
+        has one.
+        """
+        opened = self.opened
+        streams = opened.stream, self.held_out.stream
+        if self.found_reference is None:
+            return streams
+        with opened.context.sessions.during(TimePart.START_UP):
+            reference = self._completed(self.found_reference)
+        one, other = (stream and with_reference(stream, reference) for stream in streams)
+        return one, other
+
+    def _completed(self, found: FoundReference) -> Reference:
+        """Returns a reference once the samples that it lacks are computed and its file holds
+        all.
+        """
+        planned, context, reference = self.planned, self.opened.context, found.reference
+        if found.missing:
+            count = counted(sum(end - first for _, first, end in found.missing), reference.unit)
+            context.console.print(
+                f"reference: log-probabilities of {count}, under the first parameters"
+            )
+            params = self._first_params()
+            reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
+            score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
+            for stream, first, end in found.missing:
+                reference.add(*reading(score, params, stream, first, end))
+            reference.origin = self.start.parameters.origin.mark
+        is_new = found.is_other or found.missing
+        if is_new and is_first() and context.config.enable_checkpointing:
+            context.folder.write(REFERENCE_FILE, reference.to_bytes())
+        return reference
+
+    def _full_state(self) -> TrainState | None:
+        """Returns the state that `load_full_state_path` names; None if it is empty."""
+        if not self.opened.context.config.load_full_state_path:
+            return None
+        return self.start.parameters.origin.read_from(self._full_state_of)
+
+    def _full_state_of(self, source: Source) -> TrainState:
+        if isinstance(source, MaxTextCheckpoint):
+            return state_taken_over(self.opened.context.config.model, source, self.planned.abstract)
+        assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
+        return source.full_state(self.planned.abstract)
+
+    def _first_params(self) -> State:
+        """Returns the parameters of the model that the run started from, without adapters."""
+        abstract = self.planned.abstract
+        if full := self._full_state():
+            return full.model
+        if read := self.start.parameters.open(abstract.model):
+            return read(abstract.model)
+        return self._initial_state().model
+
+    def _state(self, restored: TrainState | None) -> TrainState:
+        """Returns the state to start from: a restored one, with the model that its adapters adapt,
+        or a first one.
+        """
+        abstract, opened = self.planned.abstract, self.opened
+        if restored is None and (full := self._full_state()):
+            return full
+        if restored and abstract.frozen is None:
+            return restored
+        read = self.start.parameters.open(abstract.model)
+        if restored:
+            assert read is not None and abstract.frozen is not None, "adapters adapt a loaded model"
+            return restored._replace(frozen=read(abstract.frozen))
+        if read:
+            return init_opt_state(opened.keys, abstract, read(abstract.model), opened.own_optimizer)
+        return self._initial_state()
+
+    def _initial_state(self) -> TrainState:
+        made: TrainState = self.planned.executable(INIT, self.planned.programs.init)()
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class RunningPretraining:
+    """Pre-training under way (`maxbatch.run.task.Running`)."""
+
+    opened: OpenedPretraining
+    planned: PlannedPretraining
+    steps: StepLadder
+    feed: Iterator[StagedBatch]
+    evaluator: Evaluator | None  # of the loss on held-out data
+    answers: Answers | None  # to held-out records at each eval
+    answers_log: AnswersLog | None  # on the first host
+    adapting: Callable[[State, State], State] | None  # of a model by adapters
+
+    why_untrained: ClassVar[str] = OpenedPretraining.why_untrained
+
+    @property
+    def takes_turns(self) -> bool:
+        return must_take_turns(self.opened.context.devices)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluator is not None or self.planned.tasks_model is not None
+
+    def step(
+        self, state: TrainState, batch: StagedBatch, settings: UpdatePlan
+    ) -> tuple[TrainState, Dispatched]:
+        planned, stream = batch.planned, self.opened.stream
+        at = settings.at(planned.first_sample, planned.num_rows)
+        numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, at)
+        state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
+        counts = stream.samples_by_source(planned.end_sample) if stream is not None else None
+        return state, Dispatched(
+            planned=planned,
+            samples_seen=planned.end_sample,
+            micro_batch_size=batch.shape.micro_batch,
+            num_micro_batches=batch.num_micro_batches,
+            learning_rate=at.learning_rate,
+            data_wait_s=batch.waited_s,
+            metrics=metrics,
+            figures={} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts},
+        )
+
+    def compile_rest(self) -> None:
+        background = self.opened.context.background
+        model = adapted_shapes(self.opened.keys, self.planned.abstract)
+        self.steps.compile_rest(background)
+        for one in (self.evaluator, self.answers):
+            if one:
+                one.compile(model, background, self.planned.executable)
+
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
+        params = self._adapted(state)
+        if self.answers:
+            with suppress(TrainingError):  # answers are no part of what the run is for
+                answers = self.answers(params)
+                if self.answers_log:
+                    self.answers_log.write(step, answers)
+        found = self._eval_losses(state, params)
+        tasks, model = self.opened.tasks, self.planned.tasks_model
+        if tasks and model:
+            try:
+                found |= model.ask(tasks, params)
+            # of a task, or of parameters that are not finite
+            except (ConfigError, TrainingError) as error:
+                warn(f"step {step}: eval_tasks have no scores: {error}")
+        return found
+
+    def _eval_losses(self, state: TrainState, params: State) -> dict[str, object]:
+        """Returns the losses on held-out data; none if a user's rows raise on any host, which ends
+        the run.
+        """
+        if self.evaluator is None:
+            return {}
+        own_end = self.opened.context.own_end
+        losses: dict[str, object] = {Metric.EVAL_LOSS: self.evaluator(params).loss}
+        if state.average is not None and not own_end.was_reached:
+            losses[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
+        return {} if own_end.was_reached else losses
+
+    def _adapted(self, state: TrainState) -> State:
+        """Returns the parameters of the model, with its adapters."""
+        return (
+            self.adapting(state.frozen, state.params)
+            if self.adapting and state.frozen is not None
+            else state.params
+        )
+
+    def ahead(self) -> None:
+        """Returns None: a batch is a function of its position."""
+
+    def conclusion(self, state: TrainState) -> Iterator[str]:
+        """Yields a sample of the model's text, and the next command to type."""
+        opened = self.opened
+        if not opened.concludes:
+            return
+        context, config = opened.context, opened.context.config
+        # A sample needs the cache of the config's own model, and a tokenizer of the data: ids have
+        # none, and synthetic rows may have fewer tokens than the config's.
+        tokenizer = opened.tokenizer()
+        is_of_data = tokenizer.identity != IDS and tokenizer.vocab_size <= config.vocab_size
+        has_text = is_of_data and not opened.is_own
+        asks = prompt_flag(config.generate_prompt)
+        if config.generate_prompt and has_text and not context.stop.is_asked:
+            params = self._adapted(state)
+            try:
+                found = self._answer_sample(params) if opened.recipe.has_answers else None
+                text, asks = found or (self._text_sample(params), asks)
+            except TrainingError as error:  # a sample is no part of what the run is for
+                text = f"none: {error}"
+            yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
+        can_generate = config.enable_checkpointing and has_text
+        run_dir = shlex.quote(config.run_dir)
+        generating = [f"maxbatch generate {run_dir}{asks}"] * can_generate
+        width = context.console.width if context.console.is_terminal else None
+        commands = *generating, f"pip install tensorboard && tensorboard --logdir {run_dir}"
+        for place, command in enumerate(commands):
+            yield folded_command(f"{' ' * 6 if place else 'next: '}{command}", 8, width)
+
+    def _text_sample(self, params: State) -> str:
+        """Returns a text that continues `generate_prompt`."""
+        opened, config = self.opened, self.opened.context.config
+        rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
+        text, tokenizer = config.text, opened.tokenizer()
+        return generate_text(
+            params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh
+        )
+
+    def _answer_sample(self, params: State) -> tuple[str, str] | None:
+        """Returns an answer in the form of the data, and the flags of `generate` that ask for the
+        like.
+
+        The question is `generate_prompt` if the config states one and the data are chats, else that
+        of a record; None if no record has a question.
+        """
+        opened, config = self.opened, self.opened.context.config
+        answers = self.answers or opened.answers_to(opened.stream, self.planned.mesh)
+        if answers is None:
+            return None
+        question, prompts = answers.questions[0], answers.prompts
+        if prompts is None or not prompts.is_prompt(question.prompt):
+            asks = prompt_flag(answers.tokenizer.decode(question.prompt))
+        else:
+            asks = " --chat"
+            if config.generate_prompt != KEYS["generate_prompt"].default:
+                asks += prompt_flag(config.generate_prompt)
+                ids = prompts.ids([{"role": "user", "content": config.generate_prompt}])
+                question = Question(ids.tolist()[: config.max_target_length - 1], [])
+        answer = answers.to(question, params)
+        return f"{answer.question}{answer.answer}", asks
+
+
+def prompt_flag(prompt: str) -> str:
+    """Returns a flag that a shell reads as a prompt."""
+    if not prompt:
+        return ""
+    if set(prompt) & set('"$`!\\\n'):
+        escaped = prompt.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+        return f" --prompt $'{escaped}'"
+    return f' --prompt "{prompt}"'

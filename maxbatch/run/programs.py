@@ -1,0 +1,140 @@
+"""The programs of a run, lowered from abstract shapes: nothing is allocated.
+
+They are the same for present devices and for devices described by a compiler, so `train` and
+ahead-of-time commands share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
+from maxbatch.model.attention import choose_implementation
+from maxbatch.model.eight_bits import check_platform
+from maxbatch.parallel.mesh import lay_out, mesh_shape
+from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.run.compile.flags import CHECKSUMS, INIT
+from maxbatch.run.evaluation import Evaluator
+from maxbatch.run.reference import ReferencePass
+from maxbatch.run.weights.checksums import lower_checksums
+from maxbatch.update.gradients import Objective
+from maxbatch.update.optimizers import OptimizerMaker
+from maxbatch.update.state import TrainState, abstract_state, adapted_shapes, init_state
+from maxbatch.update.step import abstract_settings, make_train_step
+
+
+def step_name(shape: BatchShape) -> str:
+    return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
+
+
+def checked_mesh_shape(
+    config: PlanConfig, model: DecoderConfig, devices: Sequence[jax.Device]
+) -> MeshShape:
+    """Returns the mesh shape of a run; call it before data are opened or programs compiled.
+
+    Raises:
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the
+        stated `attention` or `quantization`.
+    """
+    shape = mesh_shape(config, devices)
+    check_platform(model.quantization, devices[0].platform)
+    choose_implementation(model, devices[0].platform, shape.sizes["context"])
+    return shape
+
+
+class Programs:
+    """The lowered programs of a run on given devices, present or not.
+
+    Args:
+      shape: axis sizes of the mesh (`checked_mesh_shape`).
+      objective: the loss to minimise, and the trained model.
+      expansion: e > 1: the batch is staged by one host in e (`Placement`).
+      own_optimizer: makes a user's optimizer; None: the config's.
+    """
+
+    def __init__(
+        self,
+        config: ProgramsConfig,
+        devices: Sequence[jax.Device],
+        shape: MeshShape,
+        objective: Objective,
+        expansion: int = 1,
+        own_optimizer: OptimizerMaker | None = None,
+    ) -> None:
+        self.config, self._shape, self._objective = config, shape, objective
+        self._own_optimizer = own_optimizer
+        self.mesh: Mesh = lay_out(shape, devices)
+        self._expansion = expansion
+        self.placement = self._placement(
+            REFERENCE_DTYPES if objective.num_referred else BATCH_DTYPES
+        )
+
+    def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
+        return Placement(
+            batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes
+        )
+
+    def reference_pass(self, batch_size: int) -> ReferencePass:
+        """Returns the pass that computes the samples' reference, `batch_size` at a time."""
+        num_answers = self._objective.num_referred
+        return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """The shapes, dtypes and shardings of the state."""
+        return abstract_state(
+            self.config, self.mesh, self._objective.make_model, self._own_optimizer
+        )
+
+    def step(self, shape: BatchShape) -> jax.stages.Lowered:
+        """Returns the update for a batch shape (`make_train_step`)."""
+        arrange = self.placement.arrange(shape.micro_batch)
+        train_step = make_train_step(
+            self.config, self.mesh, self.abstract, arrange, self._objective, self._own_optimizer
+        )
+        count, settings = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
+        batch = self.placement.abstract_batch(shape)
+        lowered: jax.stages.Lowered = train_step.lower(self.abstract, batch, count, settings)
+        return lowered
+
+    def init(self) -> jax.stages.Lowered:
+        """Returns the program of the initial state, from the config's seed; each device makes its
+        own shard.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        init = partial(
+            init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer
+        )
+        return jax.jit(init, out_shardings=shardings).lower()
+
+    def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """Yields the other programs of a run by name.
+
+        They are the initial state, the objective's reference, an eval pass and a checkpoint's
+        checksums.
+        """
+        yield INIT, self.init()
+        if self._objective.num_referred:
+            reference = self.reference_pass(eval_batch_size)
+            yield reference.name, reference.lower(self.abstract.model)
+        if self.config.evaluation.eval_interval > 0:
+            evaluator = Evaluator(
+                self.config,
+                self.config.evaluation,
+                self.placement,
+                None,
+                1,
+                eval_batch_size,
+                self._objective,
+            )
+            yield evaluator.name, evaluator.lower(adapted_shapes(self.config, self.abstract))
+        if self.config.checkpoint.enable_checkpointing:
+            yield CHECKSUMS, lower_checksums(self.abstract.saved)

@@ -1,0 +1,1 @@
+"""Chips, simulated devices, host memory and the versions of software."""

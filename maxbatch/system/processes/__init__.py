@@ -1,0 +1,1 @@
+"""Child processes, workers, signals, and tasks on a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Lines, tables and bars on a terminal."""

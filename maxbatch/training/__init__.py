@@ -1,1 +1,0 @@
-"""From a batch to an update, and from updates to a run."""

@@ -1,0 +1,303 @@
+"""The gradients of an update, summed over micro-batches and reduced once.
+
+Shapes: M rows in a micro-batch, L tokens in a row, d shards of the data axis.
+
+`optax.MultiSteps` accumulates sums and never emits: its state exists inside one update, so no NaN
+outlives it and no checkpoint has it. Layers in a loop sum their gradients in their own backward
+pass (`SummingLayers`). Each data shard has its own partial gradient, so there is one reduction over
+the data axis, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.config.combined import UpdateConfig
+from maxbatch.data.feed.placement import TokenRows
+from maxbatch.families.matrices import LAYERS
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.experts.routing import RoutingSums, carried
+from maxbatch.model.loss import loss_sums_of
+from maxbatch.parallel.remat import Remat
+from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.parallel.trees import State, Tree
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.hashing import carry, limb_sums, row_hashes
+from maxbatch.update.adapters import Adapters
+from maxbatch.update.balance import Balance, Scale
+from maxbatch.update.layer_gradients import SummingLayers
+from maxbatch.update.model_on_mesh import ModelOnMesh
+from maxbatch.update.state import ModelMaker
+
+# axes that split the rows of a data shard
+PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
+_NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
+
+
+class ObjectiveSums(NamedTuple):
+    """The sums of an objective over a micro-batch: float32 scalars, and the decoder's routing."""
+
+    loss: jax.Array
+    weight: jax.Array
+    others: dict[str, jax.Array]  # by name
+    routing: RoutingSums | None  # of a model with experts
+
+
+def sum_of_weights(rows: TokenRows) -> jax.Array:
+    return jnp.sum(rows.weights)
+
+
+class Objective(NamedTuple):
+    """The loss to minimise: `sums(decoder, rows, batch_shards) -> ObjectiveSums`.
+
+    Rows are a NamedTuple, and all its arrays are [M, L].
+    """
+
+    sums: Callable[[Decoder, Any, int], ObjectiveSums]
+    others: tuple[str, ...] = ()  # names of the other sums
+    weigh: Callable[[Any], jax.Array] = sum_of_weights  # weight_sum of rows, for the balance terms
+    make_model: ModelMaker | None = None  # makes the trained model; None: the config's Decoder
+    # answers per sample compared with the first parameters (`reference` of the rows)
+    num_referred: int = 0
+
+
+def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
+    x_MxLxD, routing = decoder.hidden(rows.tokens, rows.segments)
+    loss, weight = loss_sums_of(
+        decoder, x_MxLxD, rows.tokens, rows.weights, batch_shards=batch_shards
+    )
+    return ObjectiveSums(loss, weight, {}, routing)
+
+
+NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each token
+
+
+class NoiseParts(NamedTuple):
+    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data
+    shards.
+
+    One micro-batch gives an unbiased estimate; reading the gradients of all would slow the update.
+    """
+
+    gradient_squares: jax.Array  # of the squared norm of a shard's summed gradient
+    weights: jax.Array  # of a shard's loss weight; 0 if the batch is a single shard
+    weight_squares: jax.Array  # of its square
+
+
+class Sums(NamedTuple):
+    """Sums over an update's micro-batches so far, one row per shard of the data axis."""
+
+    accumulator: optax.MultiStepsState  # its `acc_grads` are the gradients of the summed losses
+    layers: State  # sums of the layers, float32, if their backward pass sums them; else empty
+    losses_d: jax.Array
+    weights_d: jax.Array
+    others_d: dict[str, jax.Array]
+    noise_parts_d: NoiseParts
+    fingerprints_dx4: jax.Array
+    tokens_d: jax.Array  # uint32
+    routing_d: RoutingSums | None  # of a model with experts
+
+
+class Weights(NamedTuple):
+    """The parameters at which gradients are taken."""
+
+    trained: State
+    frozen: State | None  # parameters of the model below trained adapters
+
+
+class Totals(NamedTuple):
+    """Sums of a global batch, reduced over the data axis."""
+
+    gradient: State  # of the summed losses
+    loss: jax.Array
+    weight: jax.Array
+    others: dict[str, jax.Array]
+    noise_parts: NoiseParts
+    fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    tokens: jax.Array  # uint32, tokens of the rows; padding is none
+    routing: RoutingSums | None  # of a model with experts
+
+
+class Accumulation:
+    """Accumulation of an objective's sums over micro-batches, inside a program."""
+
+    def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective) -> None:
+        self._objective = objective
+        self._model = model = ModelOnMesh(
+            config, config.mesh, mesh, PARTIAL_AXES, objective.make_model
+        )
+        remat = Remat.of(config.remat)
+        self._adapters = adapters = Adapters.from_config(config.adapters, config.quantization)
+        is_own = objective.make_model is not None
+        # otherwise layers and those that share their keys are two loops
+        loops_once = config.num_kv_shared_layers == 0
+        self._sums_layers = (
+            config.scan_layers
+            and loops_once
+            and not model.has_pipeline
+            and not is_own
+            and not adapters
+        )
+        self.data_shards = mesh.shape["data"]
+        self.balance = balance = None if is_own else Balance.from_config(config)
+        trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
+        self._partial_sharding = jax.tree.map(
+            lambda s: NamedSharding(mesh, P("data", *s.spec)),
+            parameter_shardings(trained_shape, mesh),
+        )
+        self._accumulator = optax.MultiSteps(
+            optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
+        )
+
+        def loss_fn(
+            params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
+        ) -> tuple[jax.Array, ObjectiveSums]:
+            summing = (
+                SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
+            )
+            whole = (
+                model.staged(adapters.applied(others, params))
+                if adapters
+                else nnx.merge_state(params, others)
+            )
+            sums = objective.sums(model.module(whole, summing), rows, model.row_shards)
+            minimised = sums.loss
+            if scale is not None:
+                assert balance is not None and sums.routing is not None, (
+                    "terms of balance need experts"
+                )
+                minimised += balance.term(sums.routing, scale)
+            return minimised, sums
+
+        self._partial_gradients = jax.vmap(
+            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
+            in_axes=(None, 0, None, None, 0),
+            spmd_axis_name="data",
+        )
+
+        def add_fingerprint(limbs_4: jax.Array, rows: TokenRows) -> jax.Array:
+            hashes = row_hashes(jnp, rows.tokens, rows.segments, rows.weights)
+            limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, hashes))
+            return limbs
+
+        self._add_fingerprints = jax.vmap(add_fingerprint, spmd_axis_name="data")
+
+    def staged(self, params: State, frozen: State | None = None) -> Weights:
+        """Returns the parameters in the running order of the layers, for `start` and `add`.
+
+        Adapters keep their own order; the merged model is put in order.
+        """
+        return Weights(params if self._adapters else self._model.staged(params), frozen)
+
+    def start(self, weights: Weights, sums_layers: bool = True) -> Sums:
+        """Returns empty sums for `staged` parameters.
+
+        With `sums_layers`, layers in a loop sum their gradients in the backward pass.
+        """
+        shards = self.data_shards
+        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), weights.trained)
+        zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
+        nothing = jnp.zeros(shards, jnp.float32)
+        others = dict.fromkeys(self._objective.others, nothing)
+        limbs, tokens = jnp.zeros((shards, 4), jnp.uint32), jnp.zeros(shards, jnp.uint32)
+        layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
+        layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
+        noise_parts = NoiseParts(nothing, nothing, nothing)
+        routing = None
+        if self.balance is not None:
+            of_shard = RoutingSums.nothing(self.balance.num_layers, self.balance.num_experts)
+            routing = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), of_shard)
+        return Sums(
+            self._accumulator.init(rest),
+            layers,
+            nothing,
+            nothing,
+            others,
+            noise_parts,
+            limbs,
+            tokens,
+            routing,
+        )
+
+    def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
+        """Splits parameters into those of layers that sum their gradients in the backward pass, and
+        the rest.
+
+        First layers without experts belong to the rest.
+        """
+        if not sums_layers:
+            return nnx.State({}), params
+        layers, rest = nnx.split_state(params, nnx.PathContains(LAYERS), ...)
+        return layers, rest
+
+    def add(
+        self,
+        weights: Weights,
+        sums: Sums,
+        rows: Tree,
+        measures_noise: jax.Array | bool,
+        scale: Scale | None = None,
+    ) -> Sums:
+        """Returns the sums with one more micro-batch, for `staged` parameters.
+
+        Args:
+          rows: [M, L] arrays, as the objective takes them.
+          measures_noise: whether to take the noise scale's parts from it; only for an update's
+            first micro-batch.
+          scale: for the balance terms; None: the loss has none.
+        """
+        shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
+        of_layers, rest = self._apart(weights.trained, bool(sums.layers))
+        others = of_layers if weights.frozen is None else weights.frozen
+        (_, (loss_d, weight_d, others_d, routing_d)), (gradients, layers) = self._partial_gradients(
+            rest, sums.layers, others, scale, shards
+        )
+        with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
+            _, accumulator = self._accumulator.update(gradients, sums.accumulator)
+        noise_parts_d = sums.noise_parts_d
+        if measures_noise is not False:  # first micro-batch: the sums are its gradients
+            first = (accumulator.acc_grads, layers)
+            noise_parts_d = jax.lax.cond(
+                measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d
+            )
+        return Sums(
+            accumulator,
+            layers,
+            sums.losses_d + loss_d,
+            sums.weights_d + weight_d,
+            jax.tree.map(jnp.add, sums.others_d, others_d),
+            noise_parts_d,
+            self._add_fingerprints(sums.fingerprints_dx4, shards),
+            sums.tokens_d + jnp.sum(shards.segments != 0, axis=(1, 2), dtype=jnp.uint32),
+            None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
+        )
+
+    def total(self, sums: Sums) -> Totals:
+        """Returns the sums over all shards, the gradient in the order of the parameters."""
+        gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
+        totals = Totals(
+            *jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:]))
+        )
+        if totals.routing is not None:
+            totals = totals._replace(
+                routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4))
+            )
+        if not self._adapters:
+            totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
+        return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
+
+
+def _noise_parts(gradients: Tree, weight_d: jax.Array) -> NoiseParts:
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim))
+        for g in jax.tree.leaves(gradients)
+    ]
+    return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))

@@ -1,0 +1,82 @@
+"""The flags of a Ray cluster, without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.system.processes.ray_cluster import shared_variables
+from tests.helpers.sweeps import RATES, write_sweep
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--resources", "TPU=4"],
+            "--resources: is for tasks on a Ray cluster; works: --ray local",
+        ),
+        (["--ray", "local", "--resources", "TPU"], "--resources TPU: must be names and amounts"),
+        (
+            ["--ray", "local", "--resources", "TPU=x"],
+            "--resources TPU=x: must be names and amounts",
+        ),
+        (
+            ["--ray", "local", "--resources", "TPU=0"],
+            "--resources TPU=0: must be names and amounts",
+        ),
+        (
+            ["--ray", "local", "--resources", "TPU=1.5"],
+            "whole or below 1; works: --resources TPU=4",
+        ),
+        (
+            ["--ray", "local", "--resources", "TPU=4,TPU=4"],
+            "--resources TPU=4,TPU=4: must be names and amounts",
+        ),
+    ],
+)
+def test_flags_that_say_nothing_are_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["sweep", write_sweep(RATES)], ["prepare", "--output", "tokens"]):
+        assert main([*command, *flags]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+def test_tasks_share_config_keys_and_the_access_to_buckets_but_no_files_of_the_machine() -> None:
+    shared = {
+        "MAXBATCH_STEPS": "3",
+        "FSSPEC_S3": "{}",
+        "AWS_ENDPOINT_URL": "http://there",
+        "AWS_SESSION_TOKEN": "secret",
+        "STORAGE_EMULATOR_HOST": "http://there",
+    }
+    own = {
+        "AWS_PROFILE": "mine",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json",
+        "PATH": "/bin",
+    }
+    assert shared_variables(shared | own) == shared
+
+
+def test_without_ray_one_line_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["sweep", write_sweep(RATES), "--ray", "local"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "maxbatch: error: --ray needs Ray; works: pip install 'maxbatch[ray]'\n"
+    )
+
+
+def test_ray_is_imported_only_where_the_flag_is_given() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\nimport maxbatch.commands.sweep, "
+        "maxbatch.commands.prepare, maxbatch.around.child_runs.remote_training"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
