@@ -17,6 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from maxbatch.registered import register
+
 if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
     from maxbatch.around.auditing.audit import Audit, audit
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from maxbatch.run.session import Outcome
     from maxbatch.run.weights.parameters import load_parameters
     from maxbatch.system.errors import ConfigError, StopTraining, TrainingError
+
+register()
 
 __version__ = "0.6.0.dev0"
 

@@ -16,11 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxbatch.around.huggingface.folder.config_json import (
-    context_length,
-    end_tokens,
-    is_huggingface_folder,
-)
+from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.around.sampling.completions import Completer
 from maxbatch.around.sampling.sampler import SamplingRules
 from maxbatch.around.sampling.text import generate_text
@@ -28,6 +24,7 @@ from maxbatch.around.scoring import Scorer
 from maxbatch.config.base_path import stated_base
 from maxbatch.config.config import Config
 from maxbatch.config.loading import override_texts
+from maxbatch.config.model_forms import context_length, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder

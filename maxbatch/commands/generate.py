@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.around.huggingface.folder.config_json import (
-    context_length,
-    end_tokens,
-    is_huggingface_folder,
-)
+from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
 from maxbatch.config.base_path import stated_base
+from maxbatch.config.model_forms import context_length, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import Bounds, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report

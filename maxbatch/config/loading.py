@@ -300,12 +300,8 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """
     if any(layer.keys() >= _FORM for layer in layers[naming:]):
         return None
-    from maxbatch.around.huggingface.folder.config_json import (
-        CONFIG_FILE,
-        is_huggingface_folder,
-        keys_of_folder,
-    )
     from maxbatch.config.hub import hub_problem
+    from maxbatch.config.model_forms import model_forms
 
     path = str(
         [
@@ -314,17 +310,17 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
             if "load_parameters_path" in layer
         ][-1]
     )
-    if not path or not is_huggingface_folder(path):
-        where = f"load_parameters_path={shown(path) or repr(path)}"
-        if problem := hub_problem(path):
-            raise ConfigError(f"{where}: {problem}")
-        raise ConfigError(
-            f"model_name={AUTO}: reads the model keys from the config.json of a Hugging Face "
-            f"folder, and {where} is none; works: model_name=default"
-        )
-    stated = keys_of_folder(path)
-    where = f"{shown_path(path)}/{CONFIG_FILE}"
-    return _layer("preset", [Entry(name, text, True, where) for name, text in stated.items()])
+    for form in model_forms().values() if path else ():
+        if (keys := form.keys(path)) is not None:
+            where = form.file_of_keys(path)
+            return _layer("preset", [Entry(name, text, True, where) for name, text in keys.items()])
+    where = f"load_parameters_path={shown(path) or repr(path)}"
+    if problem := hub_problem(path):
+        raise ConfigError(f"{where}: {problem}")
+    raise ConfigError(
+        f"model_name={AUTO}: reads the model keys from the config.json of a Hugging Face "
+        f"folder, and {where} is none; works: model_name=default"
+    )
 
 
 def _displace_form(settings: dict[str, Setting], preset: _Layer, model_name: Setting) -> None:

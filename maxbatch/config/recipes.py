@@ -1,6 +1,6 @@
 """The kind of sample that a config chooses, as one object: a recipe.
 
-A kind is a folder of `maxbatch/kinds/` and the keys that it reads; one of them chooses it
+A kind is a folder, a row of `Table.KINDS` and the keys that it reads; one of them chooses it
 (`key(chooses=...)`). This module declares the facts of a kind. The rooms above declare its methods
 (`StoreRecipe`, `StreamRecipe`, `TrainedRecipe`), with plain text as the default, so no room tests
 for a kind, and a new kind changes no room.
@@ -9,17 +9,16 @@ for a kind, and a new kind changes no room.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
 from typing import Self
 
 from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.sections import KEYS, AllKeys
+from maxbatch.system.registry import Table, load
 
 # The keys that choose a kind, in the order of base.yml, each with the kind.
 CHOICES: Mapping[str, str] = {name: key.chooses for name, key in KEYS.items() if key.chooses}
 _TEXT = "text"  # the kind where no key chooses another
-_ROOM = "maxbatch.kinds"
 
 
 class Recipe(Section):
@@ -103,7 +102,7 @@ def slots_per_sample(config: Keyed) -> int:
 
 @functools.cache
 def _named(name: str) -> Recipe:
-    """Imports a recipe from the room of recipes; on demand, since that room is above this one."""
-    recipe = importlib.import_module(f"{_ROOM}.{name}.recipe").RECIPE
+    """Loads a recipe on demand: kinds stand above this room."""
+    recipe = load(Table.KINDS, name)
     assert isinstance(recipe, Recipe), f"{name} is a recipe"
     return recipe

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -161,3 +162,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     context.
     """
     return NamedSharding(mesh, P(None, BATCH_AXES, "context"))
+
+
+def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros in the place of a parameter."""
+    zeros: jax.Array = jax.jit(
+        lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
+    )()
+    return zeros

@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 
 from maxbatch.around.harness.run_model import RunModel
 from maxbatch.around.harness.tasks import Tasks
-from maxbatch.around.huggingface.folder.config_json import context_length, end_tokens
-from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.around.sampling.sampler import SamplingRules
 from maxbatch.around.sampling.text import generate_text
 from maxbatch.config.combined import PlanConfig, ProgramsConfig
 from maxbatch.config.config import Config
+from maxbatch.config.model_forms import context_length, end_tokens
 from maxbatch.config.own_parts import own_parts_text, refuse_own_parts
 from maxbatch.config.pins import facts_of, program_keys
 from maxbatch.config.rules import check_vocabulary
@@ -75,6 +74,7 @@ from maxbatch.run.session import Outcome, RunContext, Session
 from maxbatch.run.taking_over import state_taken_over
 from maxbatch.run.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.origin import Source
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
@@ -543,7 +543,7 @@ class BuiltPretraining:
         return self.start.parameters.origin.read_from(self._full_state_of)
 
     def _full_state_of(self, source: Source) -> TrainState:
-        if isinstance(source, MaxTextCheckpoint):
+        if isinstance(source, ForeignState):
             return state_taken_over(self.opened.context.config.model, source, self.planned.abstract)
         assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
         return source.full_state(self.planned.abstract)

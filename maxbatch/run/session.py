@@ -16,7 +16,6 @@ from typing import Any, Generic, NamedTuple
 import jax
 import numpy as np
 
-from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
 from maxbatch.config.own_parts import own_parts_of
@@ -49,6 +48,7 @@ from maxbatch.run.signals import StopRequest
 from maxbatch.run.taking_over import position_taken_over
 from maxbatch.run.task import B, Built, Opened, Running, ShowText, Start
 from maxbatch.run.weights.checkpoints import Checkpoints, Restored
+from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.run.weights.local_files import LostState
 from maxbatch.run.weights.origin import RunOrigin
@@ -338,7 +338,7 @@ class Session(Generic[B]):
             self._refuse_start_samples()
             return Position()
         source = parameters.origin.source()
-        if not isinstance(source, MaxTextCheckpoint):
+        if not isinstance(source, ForeignState):
             self._refuse_start_samples()
             return Position()
         start = self.config.start_samples

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.stages import stated_batches
 from maxbatch.run.folder.position import Position
+from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.system.errors import ConfigError
 from maxbatch.update.state import TrainState, first_average
 
@@ -19,7 +19,7 @@ from maxbatch.update.state import TrainState, first_average
 def position_taken_over(
     config: PlanConfig,
     start_samples: int | None,
-    source: MaxTextCheckpoint,
+    source: ForeignState,
     plan_from_start: Callable[[], BatchPlan],
 ) -> Position:
     """Returns the position after the updates that a MaxText state holds.
@@ -48,9 +48,7 @@ def position_taken_over(
     return Position(step=updates, samples_seen=samples, taken_over=updates)
 
 
-def state_taken_over(
-    model: ModelConfig, source: MaxTextCheckpoint, abstract: TrainState
-) -> TrainState:
+def state_taken_over(model: ModelConfig, source: ForeignState, abstract: TrainState) -> TrainState:
     """Reads parameters and optimizer state onto the shardings of `abstract`; an average starts as
     the parameters.
 

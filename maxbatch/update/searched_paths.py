@@ -1,21 +1,21 @@
-"""The paths that the patterns of `adamw_mask` are searched in: a parameter's path here and in
-MaxText.
+"""The paths that the patterns of `adamw_mask` are searched in: a parameter's path here and in other
+programs, such as MaxText.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxbatch.around.maxtext.checkpoints.names import scanned_name
+from maxbatch.config.model_forms import model_forms
 
 
 def searched_paths(names: Sequence[str], decoder_block: str) -> list[str]:
-    """Returns a parameter's path here and, if MaxText has such a parameter, there; parts are joined
-    by slashes.
+    """Returns a parameter's path here and, where another program has such a parameter, there;
+    parts are joined by slashes.
 
     Args:
       names: the names that lead to it here, such as layers, attention, query.
       decoder_block: the family of the model.
     """
-    theirs = scanned_name(names, decoder_block)
-    return ["/".join(names)] + ([] if theirs is None else [theirs.replace(".", "/")])
+    theirs = (form.parameter_path(names, decoder_block) for form in model_forms().values())
+    return ["/".join(names), *(path for path in theirs if path is not None)]

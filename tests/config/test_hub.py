@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.around.huggingface.folder.config_json import end_tokens
 from maxbatch.cli import main
 from maxbatch.config import hub
 from maxbatch.config.loading import load_config
+from maxbatch.config.model_forms import end_tokens
 from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from maxbatch.run.weights.parameters import open_source
 from maxbatch.system.errors import ConfigError

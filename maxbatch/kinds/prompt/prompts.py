@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxbatch.around.huggingface.folder.config_json import END_TOKENS, end_tokens
 from maxbatch.config.combined import PromptConfig
 from maxbatch.config.keys import Fixes
+from maxbatch.config.model_forms import END_TOKENS, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.around.huggingface.folder.config_json import end_tokens
 from maxbatch.around.sampling.sampler import Responses, Sampler, SamplingRules
 from maxbatch.config.combined import RolloutConfig
+from maxbatch.config.model_forms import end_tokens
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.kinds.prompt.prompts import Prompt
 from maxbatch.kinds.prompt.reward_functions import ResponseToScore

@@ -17,7 +17,6 @@ import jax
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from maxbatch.around.huggingface.arrays.reading import zeros_of
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
@@ -26,6 +25,7 @@ from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.families.matrices import ROUTED_BIAS
 from maxbatch.parallel.hosts import warn
+from maxbatch.parallel.sharding import zeros_of
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.run.folder.best_checkpoint import find_best, names_best
 from maxbatch.run.folder.foreign import ITEMS

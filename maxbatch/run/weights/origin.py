@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.config.config import Config
+from maxbatch.config.model_forms import is_foreign_model
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather, warn
@@ -151,7 +151,7 @@ def _checkpoints_of(path: str) -> AnyPath | None:
     best checkpoint.
     """
     place = as_path(path)
-    if is_huggingface_folder(path) or is_checkpoint(place):
+    if is_checkpoint(place) or is_foreign_model(path):
         return None
     return place.parent if names_best(place) else place / "checkpoints"
 

@@ -15,10 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from maxbatch.around.huggingface.arrays.reading import HuggingFaceFolder
-from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
-from maxbatch.around.maxtext.checkpoints.folder import is_maxtext
-from maxbatch.around.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.config.base_path import BASE_KEY
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.config import Config
@@ -29,6 +25,7 @@ from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.run.weights.checkpoint_reading import RemovedError, StoredCheckpoint
+from maxbatch.run.weights.foreign import ForeignState, open_foreign, open_foreign_state
 from maxbatch.run.weights.origin import Reader, RunOrigin, Source, open_origin
 from maxbatch.system.errors import ConfigError
 from maxbatch.update.adapters import Adapters
@@ -47,13 +44,10 @@ def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Sou
       ConfigError: there is no source, or it has no average.
     """
     folder_of(path)  # raises for an unknown name on the hub
-    if is_huggingface_folder(path):
-        source: Source = HuggingFaceFolder(path)
-        form = "a Hugging Face folder"
-    elif is_maxtext(path):
-        source, form = MaxTextCheckpoint(path), "a checkpoint of MaxText"
-    else:
+    foreign = open_foreign(path)
+    if foreign is None:
         return StoredCheckpoint(path, averaged, base)
+    source, form = foreign
     if averaged:
         raise ConfigError(
             f"--averaged: {shown(str(path))} is {form}, which has no average of its parameters; "
@@ -62,16 +56,14 @@ def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Sou
     return source
 
 
-def open_state(path: str | Path) -> StoredCheckpoint | MaxTextCheckpoint:
+def open_state(path: str | Path) -> StoredCheckpoint | ForeignState:
     """Opens the parameters and the optimizer's state at a path: a run folder, its
-    `checkpoints/STEP`, or MaxText's.
+    `checkpoints/STEP`, or another program's, such as MaxText's.
 
     Raises:
       ConfigError: there is none.
     """
-    if is_maxtext(path):
-        return MaxTextCheckpoint(path, "load_full_state_path")
-    return StoredCheckpoint(path)
+    return open_foreign_state(path, "load_full_state_path") or StoredCheckpoint(path)
 
 
 def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -23,16 +22,18 @@ from maxbatch.around.huggingface.arrays.tensors import (
     parameter_places,
     tensor_shapes,
 )
-from maxbatch.around.huggingface.folder.config_json import CONFIG_FILE, end_tokens
+from maxbatch.around.huggingface.folder.config_json import CONFIG_FILE
 from maxbatch.config.config import Config
 from maxbatch.config.hub import folder_of
 from maxbatch.config.loading import load_config
+from maxbatch.config.model_forms import end_tokens
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of, shown, shown_path
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import ROUTED_BIAS
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.sharding import zeros_of
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.hardware.host_arrays import copy_by_lines, empty_aligned
@@ -232,14 +233,6 @@ def _without_predicting(
     layers = {name: _PREDICTING.match(name) for name in stored}
     extra = {found[1] for found in layers.values() if found and int(found[2]) >= num_layers}
     return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
-
-
-def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros in the place of a parameter."""
-    zeros: jax.Array = jax.jit(
-        lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
-    )()
-    return zeros
 
 
 Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter

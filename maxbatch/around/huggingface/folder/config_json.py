@@ -8,7 +8,6 @@ import math
 import os
 
 from maxbatch.around.huggingface.folder.fields import check_fields
-from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.hub import folder_of, hub_name, hub_problem
 from maxbatch.config.values import shown, shown_path
 from maxbatch.families.family import GLOBAL, LOCAL, MODEL_TYPES, Family, Json
@@ -18,7 +17,6 @@ from maxbatch.system.storage.bounded import read_json
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-END_TOKENS = "end tokens of load_parameters_path"  # in the identity of prompts
 
 _DEFAULT_LENGTH = 256  # max_target_length of base.yml
 
@@ -88,18 +86,13 @@ def has_generation_file(path: str | os.PathLike[str]) -> bool:
     return is_huggingface_folder(path) and (folder_of(path) / GENERATION_FILE).is_file()
 
 
-def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
+def stated_end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Returns the ids that end a text, from a folder's `generation_config.json`, else from its
     `config.json`.
-
-    Models of conversations may end a turn by another token than the tokenizer's end of text. A path
-    that is not a Hugging Face folder has none.
 
     Raises:
       ConfigError: the file cannot be read, or its value is not ids.
     """
-    if not path or not is_huggingface_folder(path):
-        return ()
     has_own = has_generation_file(path)
     name = GENERATION_FILE if has_own else CONFIG_FILE
     stated = read_config_json(path, name).get("eos_token_id")
@@ -113,19 +106,15 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def context_length(config: DecoderConfig, path: str) -> int:
-    """Returns the context length of a model: a training row's, or more if the folder `path` states
-    more.
+def stated_length(path: str | os.PathLike[str]) -> int:
+    """Returns the context length that a folder's `config.json` states; 0 if it states none.
 
     Raises:
-      ConfigError: the folder's `config.json` cannot be read.
+      ConfigError: the file cannot be read.
     """
-    fields = read_config_json(path) if path and is_huggingface_folder(path) else {}
+    fields = read_config_json(path)
     stated = fields.get("max_position_embeddings", fields.get("n_positions"))
-    stated = stated if type(stated) is int else 0
-    if config.trainable_position_size > 0:
-        stated = min(stated, config.trainable_position_size)
-    return max(config.max_target_length, stated)
+    return stated if type(stated) is int else 0
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.around.huggingface.arrays.reading import zeros_of
 from maxbatch.around.maxtext.checkpoints.exchange import read_parameter, round_bytes
 from maxbatch.around.maxtext.checkpoints.folder import METADATA, ItemsFolder, open_items
 from maxbatch.around.maxtext.checkpoints.names import LAYER_AXIS, Place, places_of
@@ -26,7 +25,9 @@ from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of
 from maxbatch.families.matrices import ROUTED_BIAS, ParameterPath
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.sharding import zeros_of
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
+from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.bounded import read_bytes
 from maxbatch.system.storage.storage import AnyPath, file_sizes
@@ -38,9 +39,8 @@ _MOST_NAMES = 3  # of arrays in a message
 _MOST_BYTES = 256 << 20  # of a file that describes arrays
 
 
-class MaxTextCheckpoint:
-    """A checkpoint of MaxText (`maxbatch.run.weights.origin.Source`): a state, or parameters
-    alone.
+class MaxTextCheckpoint(ForeignState):
+    """A checkpoint of MaxText: a state, or parameters alone.
 
     Args:
       path: a run of MaxText, for its newest checkpoint, or one of its checkpoints.

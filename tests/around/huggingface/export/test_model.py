@@ -14,8 +14,8 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.around.huggingface.arrays import reading
 from maxbatch.around.huggingface.export.model import export_model
-from maxbatch.around.huggingface.folder.config_json import end_tokens
 from maxbatch.cli import main
+from maxbatch.config.model_forms import end_tokens
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.run.pretraining import train

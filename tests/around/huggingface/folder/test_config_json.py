@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.around.huggingface.folder.config_json import end_tokens, keys_of_folder
+from maxbatch.around.huggingface.folder.config_json import keys_of_folder
+from maxbatch.config.model_forms import end_tokens
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""What extends the core: a row for each kind of sample, and for each form of other programs'
+models. A row is a name and the place of an object.
+"""
+
+from __future__ import annotations
+
+from maxbatch.system.registry import Table, state
+
+TABLES = {
+    Table.KINDS: {
+        "text": "maxbatch.kinds.text.recipe:RECIPE",
+        "conversation": "maxbatch.kinds.conversation.recipe:RECIPE",
+        "pair": "maxbatch.kinds.pair.recipe:RECIPE",
+        "prompt": "maxbatch.kinds.prompt.recipe:RECIPE",
+    },
+    # A folder is of the first form that it has.
+    Table.MODEL_FORMS: {
+        "huggingface": "maxbatch.around.huggingface.form:FORM",
+        "maxtext": "maxbatch.around.maxtext.form:FORM",
+    },
+    Table.SOURCES: {
+        "huggingface": "maxbatch.around.huggingface.arrays.reading:HuggingFaceFolder",
+        "maxtext": "maxbatch.around.maxtext.checkpoints.reading:MaxTextCheckpoint",
+    },
+    Table.STATES: {
+        "maxtext": "maxbatch.around.maxtext.checkpoints.reading:MaxTextCheckpoint",
+    },
+}
+
+
+def register() -> None:
+    """Makes the tables known to the core."""
+    state(TABLES)
