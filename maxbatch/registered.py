@@ -1,5 +1,5 @@
-"""What extends the core: a row for each kind of sample, and for each form of other programs'
-models. A row is a name and the place of an object.
+"""What extends the core: a row for each kind of sample, each form of other programs' models, and
+each observer of a run's model. A row is a name and the place of an object.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ TABLES = {
     Table.SOURCES: {
         "huggingface": "maxbatch.around.huggingface.arrays.reading:HuggingFaceFolder",
         "maxtext": "maxbatch.around.maxtext.checkpoints.reading:MaxTextCheckpoint",
+    },
+    Table.OBSERVERS: {
+        "tasks": "maxbatch.around.harness.run_model:open_tasks",
+        "answers": "maxbatch.around.sampling.answers:GreedyAnswers",
+        "text": "maxbatch.around.sampling.text:continued_text",
     },
     Table.STATES: {
         "maxtext": "maxbatch.around.maxtext.checkpoints.reading:MaxTextCheckpoint",

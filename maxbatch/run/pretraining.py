@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -14,10 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.around.harness.run_model import RunModel
-from maxbatch.around.harness.tasks import Tasks
-from maxbatch.around.sampling.sampler import SamplingRules
-from maxbatch.around.sampling.text import generate_text
 from maxbatch.config.combined import PlanConfig, ProgramsConfig
 from maxbatch.config.config import Config
 from maxbatch.config.model_forms import context_length, end_tokens
@@ -49,6 +44,13 @@ from maxbatch.run.compile.saved import SavedPrograms
 from maxbatch.run.evaluation import Evaluator, num_evaluated
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.sessions import TimePart
+from maxbatch.run.observers import (
+    EvalTasks,
+    ScoreTasks,
+    continued_text,
+    open_answers,
+    open_tasks,
+)
 from maxbatch.run.own import (
     Parts,
     check_parts,
@@ -186,7 +188,7 @@ def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
         )
 
 
-def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
+def _open_tasks(stated: EvaluationConfig, parts: Parts) -> EvalTasks | None:
     """Returns the tasks that evals score; None if the config states none."""
     if not stated.eval_tasks:
         return None
@@ -195,9 +197,7 @@ def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
             f"eval_tasks={shown(stated.eval_tasks)}: scores the config's own model with its tokenizer, and "
             'train() was given a model or a stream; works: eval_tasks=""'
         )
-    names = [name for name in stated.eval_tasks.split(",") if name]
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
-    return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
+    return open_tasks(stated)
 
 
 def _agree_on_data(stream: Stream | None, path: str, unit: str, num_loading_hosts: int) -> TaskData:
@@ -222,7 +222,7 @@ class OpenedPretraining:
     keys: ProgramsConfig
     recipe: TrainedRecipe
     planning: PlanConfig
-    tasks: Tasks | None  # that evals score
+    tasks: EvalTasks | None  # that evals score
     mesh_shape: MeshShape
     expansion: int  # one host in so many loads
     own_optimizer: OptimizerMaker | None
@@ -270,10 +270,10 @@ class OpenedPretraining:
         saved = None
         if config.compiled_dir:
             saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh)
-        return PlannedPretraining(self, plan, programs, saved, self._tasks_model(programs))
+        return PlannedPretraining(self, plan, programs, saved, self._score_tasks(programs))
 
-    def _tasks_model(self, programs: Programs) -> RunModel | None:
-        if not self.tasks:
+    def _score_tasks(self, programs: Programs) -> ScoreTasks | None:
+        if self.tasks is None:
             return None
         config, tokenizer = self.context.config, self.tokenizer()
         ends, params = (
@@ -281,7 +281,7 @@ class OpenedPretraining:
             adapted_shapes(self.keys, programs.abstract),
         )
         check_vocabulary(config, tokenizer.vocab_size)
-        model = RunModel(
+        return self.tasks.on_model(
             config.text,
             programs.mesh,
             tokenizer,
@@ -289,8 +289,6 @@ class OpenedPretraining:
             ends,
             params,
         )
-        self.tasks.check(model)
-        return model
 
     def answers_to(self, stream: Stream | None, mesh: Mesh) -> Answers | None:
         """Returns the answers to records of a stream, if it has questions and the config asks for
@@ -307,7 +305,7 @@ class OpenedPretraining:
         ]
         if not questions:
             return None
-        return Answers(
+        return open_answers(
             self.keys, self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions
         )
 
@@ -322,7 +320,7 @@ class PlannedPretraining:
     plan: BatchPlan
     programs: Programs
     saved: SavedPrograms | None  # those of `compiled_dir`
-    tasks_model: RunModel | None  # that answers the tasks, if there are any
+    score_tasks: ScoreTasks | None  # on the tasks, if there are any
 
     @property
     def mesh(self) -> Mesh:
@@ -600,7 +598,7 @@ class RunningPretraining:
 
     @property
     def evaluates(self) -> bool:
-        return self.evaluator is not None or self.planned.tasks_model is not None
+        return self.evaluator is not None or self.planned.score_tasks is not None
 
     def step(
         self, state: TrainState, batch: StagedBatch, settings: UpdatePlan
@@ -637,10 +635,9 @@ class RunningPretraining:
                 if self.answers_log:
                     self.answers_log.write(step, answers)
         found = self._eval_losses(state, params)
-        tasks, model = self.opened.tasks, self.planned.tasks_model
-        if tasks and model:
+        if self.planned.score_tasks is not None:
             try:
-                found |= model.ask(tasks, params)
+                found |= self.planned.score_tasks(params)
             # of a task, or of parameters that are not finite
             except (ConfigError, TrainingError) as error:
                 warn(f"step {step}: eval_tasks have no scores: {error}")
@@ -700,10 +697,10 @@ class RunningPretraining:
     def _text_sample(self, params: State) -> str:
         """Returns a text that continues `generate_prompt`."""
         opened, config = self.opened, self.opened.context.config
-        rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
+        ends = end_tokens(config.load_parameters_path)
         text, tokenizer = config.text, opened.tokenizer()
-        return generate_text(
-            params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh
+        return continued_text(
+            params, tokenizer, config.generate_prompt, text, ends, self.planned.mesh
         )
 
     def _answer_sample(self, params: State) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ class Table(Enum):
     KINDS = "kinds of sample"
     MODEL_FORMS = "forms of other programs' models"
     SOURCES = "functions that open a model, by its form"
+    OBSERVERS = "observers of a run's model"
     STATES = "functions that open a training state, by its form"
 
 

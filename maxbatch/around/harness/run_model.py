@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import cached_property
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 
 from jax.sharding import Mesh
 
@@ -12,11 +13,48 @@ from maxbatch.around.harness.tasks import Tasks
 from maxbatch.around.sampling.completions import Completer
 from maxbatch.around.scoring import Scorer
 from maxbatch.config.combined import TextConfig
+from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.run.folder.metrics_schema import Metric
 
 _STDERR = "_stderr"
+
+
+class RunTasks:
+    """The tasks of `eval_tasks` (`maxbatch.run.observers.EvalTasks`)."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
+    def on_model(
+        self,
+        config: TextConfig,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        context: int,
+        end_ids: tuple[int, ...],
+        params: State,
+    ) -> Callable[[State], dict[str, float]]:
+        """Returns the function that scores a run's model, once the tasks can.
+
+        Raises:
+          ConfigError: a task cannot score such a model.
+        """
+        model = RunModel(config, mesh, tokenizer, context, end_ids, params)
+        self._tasks.check(model)
+        return partial(model.ask, self._tasks)
+
+
+def open_tasks(config: EvaluationConfig) -> RunTasks:
+    """Loads the tasks of `eval_tasks`.
+
+    Raises:
+      ConfigError: lm-eval is not installed, or a task is unknown or cannot be loaded.
+    """
+    names = [name for name in config.eval_tasks.split(",") if name]
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
+    return RunTasks(Tasks(names, "eval_tasks=", limit=config.eval_tasks_limit))
 
 
 class RunModel:

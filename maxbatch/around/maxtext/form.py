@@ -15,7 +15,7 @@ class MaxTextForm(ModelForm):
     phrase = "a checkpoint of MaxText"
 
     def holds(self, path: ModelPath) -> bool:
-        return is_maxtext(path)
+        return is_maxtext(str(path))
 
     def parameter_path(self, names: Sequence[str], decoder_block: str) -> str | None:
         name = scanned_name(names, decoder_block)

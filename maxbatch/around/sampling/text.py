@@ -78,3 +78,15 @@ def generate_text(
         ids += response
         window += 1
     return tokenizer.decode(ids)
+
+
+def continued_text(
+    params: State,
+    tokenizer: Tokenizer,
+    prompt: str,
+    config: TextConfig,
+    end_ids: tuple[int, ...],
+    mesh: Mesh,
+) -> str:
+    """Returns `generate_text` by the rules that end a run (`maxbatch.run.observers`)."""
+    return generate_text(params, tokenizer, prompt, config, SamplingRules(end_ids=end_ids), mesh)

@@ -8,17 +8,11 @@ prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from maxbatch.around.sampling.sampler import Sampler, SamplingRules
-from maxbatch.config.combined import DecoderConfig
-from maxbatch.data.store.chat_prompts import chat_prompts
+from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
@@ -27,10 +21,8 @@ from maxbatch.run.folder.answers import ANSWERS_FILE, Answer
 from maxbatch.run.folder.metrics_log import StepLog
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.task import ShowText
-from maxbatch.system.errors import TrainingError
 
 _MOST_QUESTIONS = 4
-_MOST_TOKENS = 64  # per answer, to keep evals short
 _ROWS_PER_QUESTION = 8  # searched for questions
 
 
@@ -61,34 +53,23 @@ def questions_of(stream: Stream) -> list[Question]:
     return found[:_MOST_QUESTIONS]
 
 
-class Answers:
-    """Greedy answers to questions, drawn one at a time, so that one program serves any mesh.
+class Answers(Protocol):
+    """Answers to questions by a model between two of its updates."""
 
-    Args:
-      end_ids: tokens that end an answer, besides the tokenizer's and its chat template's.
-    """
+    @property
+    def questions(self) -> Sequence[Question]:
+        """The questions that each eval asks."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        tokenizer: Tokenizer,
-        mesh: Mesh,
-        end_ids: tuple[int, ...],
-        questions: Sequence[Question],
-    ) -> None:
-        self.questions, self.tokenizer, self.prompts = questions, tokenizer, chat_prompts(tokenizer)
-        end_ids += self.prompts.end_ids if self.prompts else ()
-        self._rules = SamplingRules(0.0, max_new_tokens=_MOST_TOKENS, end_ids=end_ids)
-        config = config.replaced({"scan_layers": True})
-        self._sampler = Sampler(
-            config, tokenizer, mesh, prompt_length=config.max_target_length, rescores=False
-        )
-        self._compiled: Future[jax.stages.Compiled] | None = None
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of questions and answers."""
+
+    @property
+    def prompts(self) -> ChatPrompts | None:
+        """The form of questions by the tokenizer's chat template; None without one."""
 
     def compile(self, abstract_params: State, background: Background, make: MakeExecutable) -> None:
         """Starts compiling ahead of the first eval."""
-        lower = partial(self._sampler.lower, abstract_params, 1, self._rules)
-        self._compiled = background.start(partial(make, "answers", lower))
 
     def __call__(self, params: State) -> list[Answer]:
         """Answers all questions with these parameters; every host calls it.
@@ -96,20 +77,9 @@ class Answers:
         Raises:
           TrainingError: the parameters are not finite.
         """
-        return [self.to(question, params) for question in self.questions]
 
     def to(self, question: Question, params: State) -> Answer:
-        begin = len(question.prompt)
-        self._sampler.executable = self._compiled.result() if self._compiled else None
-        rows = self._sampler.rows([question.prompt], [(0, 0, 0)])
-        found = jax.device_get(self._sampler(params, rows, self._rules))
-        drawn = slice(begin, int(found.lengths_B[0]))
-        if not np.isfinite(found.logprobs_BxL[0, drawn]).all():
-            raise TrainingError(
-                "the model gives no token a finite log-probability; its parameters are not finite"
-            )
-        texts = (question.prompt, found.tokens_BxL[0, drawn], question.answer)
-        return Answer(*map(self.tokenizer.decode_markup, texts))
+        """Answers one question."""
 
 
 class AnswersLog:
