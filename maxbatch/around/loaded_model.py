@@ -30,7 +30,7 @@ from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, kind_of_value
 from maxbatch.data.store.duplicates import record_digest
-from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu

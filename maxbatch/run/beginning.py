@@ -7,6 +7,7 @@ Lines of `metrics.jsonl` that a checkpoint stands for are never cut, unless the 
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
 from maxbatch.config.pins import read_written
 from maxbatch.config.sections import CheckpointConfig
@@ -15,10 +16,12 @@ from maxbatch.run.folder.metrics import METRICS_FILE, parse_line, read_lines
 from maxbatch.run.folder.position import DamagedError, committed_steps, read_record
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.folder.sessions import UNKNOWN_STEP, read_sessions, saved_of
-from maxbatch.run.weights.local_files import LostState, saved_here
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath
 from maxbatch.system.terminal.folding import counted
+
+if TYPE_CHECKING:
+    from maxbatch.run.weights.local_files import LostState
 
 # files that begin a phrase about checkpoints that are not there
 _SPOKEN = ("sessions.jsonl", METRICS_FILE)
@@ -124,6 +127,8 @@ def _local_state(run_dir: AnyPath, config: CheckpointConfig) -> str | None:
         or not written.checkpoint.local_checkpoint_directory
     ):
         return None
+    from maxbatch.run.weights.local_files import saved_here
+
     step = saved_here(written.checkpoint.local_checkpoint_directory, run_dir)
     return None if step is None else f"there is a local checkpoint of step {step}"
 

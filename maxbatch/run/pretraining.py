@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import is_loading
 from maxbatch.data.store.store import IDS
 from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
-from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.stream.stream import ReadPart, Stream, open_stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
@@ -64,14 +64,6 @@ from maxbatch.run.own import (
 from maxbatch.run.programs import Programs, checked_mesh_shape, step_name
 from maxbatch.run.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.run.record.own_end import OwnFeed
-from maxbatch.run.reference import (
-    REFERENCE_FILE,
-    FoundReference,
-    ReadPart,
-    Reference,
-    find_reference,
-    with_reference,
-)
 from maxbatch.run.session import Outcome, RunContext, Session
 from maxbatch.run.taking_over import state_taken_over
 from maxbatch.run.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
@@ -85,6 +77,9 @@ from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
+
+if TYPE_CHECKING:
+    from maxbatch.run.reference import FoundReference, Reference
 
 CONFIGURED = Parts()  # all of it the config's
 
@@ -413,6 +408,8 @@ class PlannedPretraining:
         return found
 
     def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference:
+        from maxbatch.run.reference import REFERENCE_FILE, Reference, find_reference
+
         opened, total = self.opened, self.plan.total_samples
         assert total is not None, "data that are here have known epochs"
         # The first epoch has every sample; the sources of a mixture have epochs of their own.
@@ -508,6 +505,8 @@ class BuiltPretraining:
         streams = opened.stream, self.held_out.stream
         if self.found_reference is None:
             return streams
+        from maxbatch.run.reference import with_reference
+
         with opened.context.sessions.during(TimePart.START_UP):
             reference = self._completed(self.found_reference)
         one, other = (stream and with_reference(stream, reference) for stream in streams)
@@ -517,6 +516,8 @@ class BuiltPretraining:
         """Returns a reference once the samples that it lacks are computed and its file holds
         all.
         """
+        from maxbatch.run.reference import REFERENCE_FILE
+
         planned, context, reference = self.planned, self.opened.context, found.reference
         if found.missing:
             count = counted(sum(end - first for _, first, end in found.missing), reference.unit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,12 +24,14 @@ from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.run.compile.flags import CHECKSUMS, INIT
 from maxbatch.run.evaluation import Evaluator
-from maxbatch.run.reference import ReferencePass
 from maxbatch.run.weights.checksums import lower_checksums
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import OptimizerMaker
 from maxbatch.update.state import TrainState, abstract_state, adapted_shapes, init_state
 from maxbatch.update.step import abstract_settings, make_train_step
+
+if TYPE_CHECKING:
+    from maxbatch.run.reference import ReferencePass
 
 
 def step_name(shape: BatchShape) -> str:
@@ -84,6 +87,8 @@ class Programs:
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
         """Returns the pass that computes the samples' reference, `batch_size` at a time."""
+        from maxbatch.run.reference import ReferencePass
+
         num_answers = self._objective.num_referred
         return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)
 

@@ -30,7 +30,7 @@ from maxbatch.data.feed.feed import BatchLoader, in_passes
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
-from maxbatch.data.stream.stream import Stream
+from maxbatch.data.stream.stream import ReadPart, Stream
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -185,13 +185,6 @@ class ReferredRows:
 def with_reference(stream: Stream, reference: Reference) -> Stream:
     """Adds `reference`, float32[W], to the samples of a stream."""
     return dataclasses.replace(stream, samples=ReferredRows(stream.samples, reference))
-
-
-class ReadPart(NamedTuple):
-    """The part of a stream that a run reads."""
-
-    stream: Stream | None  # None on a host that reads no rows
-    num_samples: int  # from its start
 
 
 class FoundReference(NamedTuple):

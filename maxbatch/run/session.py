@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -49,8 +49,6 @@ from maxbatch.run.taking_over import position_taken_over
 from maxbatch.run.task import B, Built, Opened, Running, ShowText, Start
 from maxbatch.run.weights.checkpoints import Checkpoints, Restored
 from maxbatch.run.weights.foreign import ForeignState
-from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
-from maxbatch.run.weights.local_files import LostState
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.run.weights.parameters import (
     FirstParameters,
@@ -75,6 +73,10 @@ from maxbatch.system.terminal.folding import counted, folded
 from maxbatch.system.terminal.terminal import TrainingConsole
 from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.state import TrainState, num_parameters
+
+if TYPE_CHECKING:
+    from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
+    from maxbatch.run.weights.local_files import LostState
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -374,6 +376,8 @@ class Session(Generic[B]):
         directory = self.config.local_checkpoint_directory
         if not (self.checkpoints and directory):
             return None
+        from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
+
         return self._context.stack.enter_context(
             closing(
                 LocalCheckpoints(

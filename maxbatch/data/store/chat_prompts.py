@@ -7,12 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from maxbatch.data.tokenizers.chat_rendering import (
-    Conversation,
-    ConversationError,
-    Message,
-    Rendered,
-)
+from maxbatch.data.tokenizers.chat_rendering import Conversation, Message, Rendered
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 

@@ -34,8 +34,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from maxbatch.config.values import shown, shown_fields
-from maxbatch.data.tokenizers.chat_rendering import Conversation, ConversationError, Rendered
+from maxbatch.data.tokenizers.chat_rendering import Conversation, Rendered
 from maxbatch.data.tokenizers.chat_template import ChatTemplate
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.bounded import RefusedContent, read_json

@@ -25,7 +25,7 @@ from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
-from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.processes.ray_cluster import RayCluster, RayPool

@@ -17,7 +17,7 @@ from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.megatron import open_megatron
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
-from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, tokenizer_of
 from maxbatch.system.errors import ConfigError

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.config import Config, as_config
@@ -135,6 +135,13 @@ class Stream:
         if index < 0 or (end is not None and index >= end):
             last = "" if end is None else f" to {end - 1}"
             raise IndexError(f"sample {index}: the stream has samples from 0{last}")
+
+
+class ReadPart(NamedTuple):
+    """The part of a stream that a run reads."""
+
+    stream: Stream | None  # None on a host that reads no rows
+    num_samples: int  # from its start
 
 
 @overload

@@ -14,6 +14,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxbatch.data.tokenizers.errors import ConversationError
+
 if TYPE_CHECKING:
     from jinja2 import Template, nodes
     from jinja2.parser import Parser
@@ -24,10 +26,6 @@ MOST_CHARACTERS = 32 << 20  # of a conversation as text
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
-
-
-class ConversationError(ValueError):
-    """An unusable conversation; the message is the reason."""
 
 
 class Rendered(NamedTuple):

@@ -24,12 +24,12 @@ from functools import cached_property
 from maxbatch.config.values import shown, shown_path
 from maxbatch.data.tokenizers.chat_rendering import (
     Conversation,
-    ConversationError,
     Message,
     Rendered,
     Renderer,
     check_syntax,
 )
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.processes.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.system.storage.bounded import RefusedContent, read_json, read_text

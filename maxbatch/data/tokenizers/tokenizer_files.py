@@ -16,7 +16,6 @@ import numpy as np
 
 from maxbatch.config.hub import folder_of, hub_problem
 from maxbatch.config.values import shown, shown_path, utf8_of
-from maxbatch.data.tokenizers.chat_template import ChatTemplate, read_settings, read_template
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage.bounded import read_bytes
@@ -26,6 +25,8 @@ from maxbatch.system.storage.watched_files import CHANGED
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer as Library
+
+    from maxbatch.data.tokenizers.chat_template import ChatTemplate
 
 # The usual names of special tokens; the first that a tokenizer has is used. GPT-2's single token is
 # bos and eos.
@@ -222,6 +223,8 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
 
     @cached_property
     def _template(self) -> ChatTemplate:
+        from maxbatch.data.tokenizers.chat_template import read_template
+
         special = [token.content for token in self._library.get_added_tokens_decoder().values()]
         template = read_template(self.file.parent, special, self.error)
         hashed = hashlib.blake2b(template.identity.encode(), digest_size=16).hexdigest()
@@ -250,6 +253,8 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
     @cached_property
     def _stated_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that the `tokenizer_config.json` beside the file states."""
+        from maxbatch.data.tokenizers.chat_template import read_settings
+
         settings = read_settings(self.file.with_name("tokenizer_config.json"), self.error)
         stated: dict[str, str | None] = {}
         for name in (f"{name}_token" for name in _NAMES):

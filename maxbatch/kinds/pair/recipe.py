@@ -25,7 +25,8 @@ from maxbatch.data.store.conversations import (
 )
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.split import Opened, Split
-from maxbatch.data.tokenizers.chat_rendering import Conversation, ConversationError
+from maxbatch.data.tokenizers.chat_rendering import Conversation
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:

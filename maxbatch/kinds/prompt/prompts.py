@@ -36,7 +36,7 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import order_identity
-from maxbatch.data.tokenizers.chat_rendering import ConversationError
+from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, make_tokenizer
 from maxbatch.kinds.prompt.ready_tasks import TASKS

@@ -8,11 +8,10 @@ prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
@@ -21,6 +20,9 @@ from maxbatch.run.folder.answers import ANSWERS_FILE, Answer
 from maxbatch.run.folder.metrics_log import StepLog
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.task import ShowText
+
+if TYPE_CHECKING:
+    from maxbatch.data.store.chat_prompts import ChatPrompts
 
 _MOST_QUESTIONS = 4
 _ROWS_PER_QUESTION = 8  # searched for questions

@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.data.tokenizers.chat_rendering import (
-    Conversation,
-    ConversationError,
-    Rendered,
-    Renderer,
-)
+from maxbatch.data.tokenizers.chat_rendering import Conversation, Rendered, Renderer
 from maxbatch.data.tokenizers.chat_template import ChatTemplate, read_template
+from maxbatch.data.tokenizers.errors import ConversationError
 from tests.helpers.chats import CHATML, SPECIAL, talk
 
 LLAMA3 = (
