@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -327,3 +328,27 @@ def test_the_core_names_no_module_that_stands_above_it() -> None:
     files = [path for room in rooms for path in room.rglob("*.py")]
     assert files
     assert not [path for path in files if named.search(path.read_text())]
+
+
+@pytest.mark.runs
+def test_a_run_on_texts_loads_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    code = (
+        "import sys; from maxbatch.cli import main\n"
+        "code = main(['train', 'steps=2', 'generate_prompt=', 'base_num_decoder_layers=1'])\n"
+        "print('loaded:', *sorted(sys.modules)); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.rpartition("loaded: ")[2].split()
+    own = [name for name in loaded if name.startswith("maxbatch.")]
+    assert "maxbatch.update.step" in own
+    words = (
+        "around sampling harness huggingface maxtext chat reference adapters local_ ray_".split()
+    )
+    assert not [name for name in own for word in words if word in name]
+    kinds = {name for name in own if name.startswith("maxbatch.kinds.")}
+    assert kinds == {"maxbatch.kinds.text", "maxbatch.kinds.text.recipe"}
+    libraries = {"lm_eval", "transformers", "tokenizers", "gcsfs", "s3fs", "aiohttp", "ray"}
+    assert not libraries & set(loaded)

@@ -35,8 +35,8 @@ from maxbatch.run.task import TaskModel, model_of
 from maxbatch.run.weights.checkpoint_reading import OWN_MODEL
 from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError
-from maxbatch.update.adapters import Adapters
 from maxbatch.update.gradients import Objective, ObjectiveSums
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.update.state import ModelMaker, abstract_model, num_parameters
 
@@ -415,7 +415,7 @@ def _optimizer_identity(
     if own is None:
         return {}
     _, params = abstract_model(config, make_model=make_model)
-    adapters = Adapters.from_config(config.adapters)
+    adapters = adapters_of(config.adapters)
     trained = adapters.abstract(params) if adapters else params
     with _naming("the optimizer, as init(parameters)"):
         state = jax.eval_shape(make_optimizer(config.optimizer, AT_REST, own=own).init, trained)

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.sections import AdapterConfig, Quantization
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.families.matrices import MATRICES, STACKS, ParameterPath, of_experts
 from maxbatch.model.parameters import parameter_path
@@ -69,15 +68,6 @@ class Adapters:
     alpha: float
     names: frozenset[str]
     are_apart: bool = False
-
-    @classmethod
-    def from_config(cls, config: AdapterConfig, quantization: Quantization = "") -> Adapters | None:
-        """Returns the adapters of a config, for products of a type; None without `lora_rank`."""
-        if not config.lora_rank:
-            return None
-        names = [name.strip() for name in config.lora_targets.split(",")]
-        targets = frozenset() if names == [ALL] else frozenset(names)
-        return cls(config.lora_rank, float(config.lora_alpha), targets, bool(quantization))
 
     @property
     def scale(self) -> float:

@@ -31,9 +31,9 @@ from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State, Tree
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.hashing import carry, limb_sums, row_hashes
-from maxbatch.update.adapters import Adapters
 from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.layer_gradients import SummingLayers
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.state import ModelMaker
 
@@ -135,7 +135,7 @@ class Accumulation:
             config, config.mesh, mesh, PARTIAL_AXES, objective.make_model
         )
         remat = Remat.of(config.remat)
-        self._adapters = adapters = Adapters.from_config(config.adapters, config.quantization)
+        self._adapters = adapters = adapters_of(config.adapters, config.quantization)
         is_own = objective.make_model is not None
         # otherwise layers and those that share their keys are two loops
         loops_once = config.num_kv_shared_layers == 0

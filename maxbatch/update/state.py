@@ -23,8 +23,8 @@ from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
-from maxbatch.update.adapters import Adapters
 from maxbatch.update.balance import Balance, BalancedState, learned
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 
 
@@ -151,7 +151,7 @@ def abstract_state(
 ) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocation."""
     _, base = abstract_model(config, make_model=make_model)
-    adapters = Adapters.from_config(config.adapters)
+    adapters = adapters_of(config.adapters)
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
@@ -261,7 +261,7 @@ def _started(
     own_optimizer: OptimizerMaker | None,
 ) -> TrainState:
     """Returns the first state of a run from a model's parameters."""
-    adapters = Adapters.from_config(config.adapters)
+    adapters = adapters_of(config.adapters)
     params = adapters.init(model, seed) if adapters else model
     opt_state = _first_opt_state(config, balance, params, own_optimizer)
     average = _first_average(config, params)
@@ -288,7 +288,7 @@ def adapted_shapes(config: UpdateConfig, abstract: TrainState) -> State:
     """Returns the shapes of the parameters that an eval reads: those of the model, with its
     adapters.
     """
-    adapters = Adapters.from_config(config.adapters, config.quantization)
+    adapters = adapters_of(config.adapters, config.quantization)
     return (
         adapters.beside(abstract.model, abstract.params)
         if adapters and adapters.are_apart
@@ -300,7 +300,7 @@ def compile_adapting(config: UpdateConfig, abstract: TrainState) -> Callable[[St
     """Compiles the program that adapts a base model, (model, adapters) -> model; it is none if both
     stay apart.
     """
-    adapters = Adapters.from_config(config.adapters, config.quantization)
+    adapters = adapters_of(config.adapters, config.quantization)
     assert adapters is not None, "the run trains adapters"
     if adapters.are_apart:
         return adapters.beside

@@ -17,7 +17,7 @@ from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.run.pretraining import train
 from maxbatch.run.weights.parameters import load_adapters
-from maxbatch.update.adapters import Adapters
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.state import abstract_model
 from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import MEASURED, ONE_LAYER, UNSAVED, loss_sums, read_metrics, tiny_config
@@ -144,7 +144,7 @@ def test_adapters_stay_beside_matrices_in_eight_bits_on_any_layout(
     base = load_parameters(trained)[2]
     config, _, _, adapters = load_adapters(tmp_path / "whole")
     config = config.replaced({"quantization": "int8"})
-    applied = Adapters.from_config(config.adapters, "int8")
+    applied = adapters_of(config.adapters, "int8")
     assert applied is not None
     model = nnx.merge(abstract_model(config)[0], applied.applied(base, adapters))
     held_out = open_stream(config, "eval")

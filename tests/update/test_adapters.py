@@ -24,7 +24,7 @@ from maxbatch.run.pretraining import train
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.run.weights.parameters import open_source
 from maxbatch.system.storage.safetensors import stored_tensors
-from maxbatch.update.adapters import Adapters
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.state import abstract_model
 from tests.helpers.configs import error_of
 from tests.helpers.damage import flip_a_parameter
@@ -124,7 +124,7 @@ def test_an_update_is_that_of_the_low_rank_sum(base: Path, tmp_path: Path) -> No
     config = lora(base, tmp_path / "run", "steps=1", "lora_targets=query", "lora_alpha=8", *sgd)
     train(config, jax.devices()[:1])
     _, graphdef, params = load_parameters(base)
-    first = Adapters.from_config(config.adapters).init(params, config.init_weights_seed)["layers"][
+    first = adapters_of(config.adapters).init(params, config.init_weights_seed)["layers"][
         "attention"
     ]
     a, b = (np.asarray(first[f"query_lora_{name}"]) for name in "ab")
@@ -292,7 +292,7 @@ def test_a_model_without_adapters_has_none_to_export(
 def test_a_target_that_is_no_matrix_is_named(base: Path) -> None:
     config = lora(base, Path("run"), "lora_targets=query,qerry")
     with pytest.raises(ConfigError, match=r"'qerry' names no matrix.*works: lora_targets=query"):
-        Adapters.from_config(config.adapters).targets(abstract_model(config.decoder)[1])
+        adapters_of(config.adapters).targets(abstract_model(config.decoder)[1])
 
 
 def test_experts_have_no_adapters() -> None:
@@ -306,7 +306,7 @@ def test_experts_have_no_adapters() -> None:
 
     def targets(names: str) -> set[str]:
         config = tiny_config("load_parameters_path=model", "lora_rank=2", f"lora_targets={names}")
-        adapters = Adapters.from_config(config.adapters)
+        adapters = adapters_of(config.adapters)
         assert adapters is not None
         return {target.path[-1] for target in adapters.targets(model)}
 

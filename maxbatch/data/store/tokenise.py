@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.conversations import Conversations
 from maxbatch.data.store.documents import Document, DocumentSource
 from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
@@ -33,6 +32,8 @@ from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from maxbatch.data.store.conversations import Conversations
 
 # Batches large enough to be worth a call of the library, and small enough for the processor's
 # cache.

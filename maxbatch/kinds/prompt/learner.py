@@ -24,8 +24,8 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.run.compile.compiler import jit_with
 from maxbatch.run.compile.flags import program_options
-from maxbatch.update.adapters import Adapters
 from maxbatch.update.gradients import Accumulation, Sums
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.state import TrainState, abstract_state
 from maxbatch.update.step import StepMetrics, update
@@ -75,7 +75,7 @@ class Learner:
         self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
         self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jit(score)
-        if adapters := Adapters.from_config(config.adapters, config.quantization):
+        if adapters := adapters_of(config.adapters, config.quantization):
             merged = jit(adapters.merged, out_shardings=shardings.model)
             self._adapted = adapters.beside if adapters.are_apart else merged
 

@@ -25,7 +25,7 @@ from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.run.compile.compiler import jit_with
 from maxbatch.run.compile.flags import program_options
-from maxbatch.update.adapters import Adapters
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index enters its key in two words
@@ -137,7 +137,7 @@ def _policy_shardings(config: RolloutConfig, mesh: Mesh) -> State:
     """
     model = abstract_model(config)[1]
     shardings = parameter_shardings(model, mesh)
-    adapters = Adapters.from_config(config.adapters, config.quantization)
+    adapters = adapters_of(config.adapters, config.quantization)
     if adapters is None or not adapters.are_apart:
         return shardings
     return adapters.beside(shardings, parameter_shardings(adapters.abstract(model), mesh))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,8 +28,11 @@ from maxbatch.run.weights.checkpoint_reading import RemovedError, StoredCheckpoi
 from maxbatch.run.weights.foreign import ForeignState, open_foreign, open_foreign_state
 from maxbatch.run.weights.origin import Reader, RunOrigin, Source, open_origin
 from maxbatch.system.errors import ConfigError
-from maxbatch.update.adapters import Adapters
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.state import abstract_model
+
+if TYPE_CHECKING:
+    from maxbatch.update.adapters import Adapters
 
 
 def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Source:
@@ -236,6 +239,6 @@ def load_adapters(
 
 
 def _adapters_of(config: AdapterConfig) -> Adapters:
-    adapters = Adapters.from_config(config)
+    adapters = adapters_of(config)
     assert adapters is not None, "the run trained adapters"
     return adapters
