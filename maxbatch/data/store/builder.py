@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -48,7 +49,6 @@ from maxbatch.data.store.token_store import (
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.processes.ray_cluster import RayCluster
 from maxbatch.system.storage.atomic_files import (
     remove_leftovers,
     write_atomically,
@@ -58,6 +58,9 @@ from maxbatch.system.storage.fences import BUILDING
 from maxbatch.system.storage.leases import leased
 from maxbatch.system.storage.locks import exclusive
 from maxbatch.system.storage.storage import AnyPath, is_remote, upload
+
+if TYPE_CHECKING:
+    from maxbatch.system.processes.ray_cluster import RayCluster
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20

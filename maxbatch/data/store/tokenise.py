@@ -27,13 +27,13 @@ from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
-from maxbatch.system.processes.ray_cluster import RayCluster, RayPool
 from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from maxbatch.data.store.conversations import Conversations
+    from maxbatch.system.processes.ray_cluster import RayCluster, RayPool
 
 # Batches large enough to be worth a call of the library, and small enough for the processor's
 # cache.
@@ -259,11 +259,13 @@ def tokenise_all(
     ahead = 4 * workers
     files = [None] if cluster else [folder / f"part-{number}" for number in range(ahead)]
     parts = map(_Part, jobs, itertools.cycle(files))
-    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer] = (
-        RayPool(cluster, setup, variables)
-        if cluster
-        else WorkerPool(setup, workers, variables=variables)
-    )
+    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer]
+    if cluster:
+        from maxbatch.system.processes.ray_cluster import RayPool
+
+        pool = RayPool(cluster, setup, variables)
+    else:
+        pool = WorkerPool(setup, workers, variables=variables)
     with pool:
         for part, (done, tokens) in _in_order(pool, parts, ahead):
             with (
