@@ -1,4 +1,4 @@
-"""What extends the core: a row for each kind of sample, each form of other programs' models, and
+"""What extends the core: a row for each kind of sample, each format of files, each form of other programs' models, and
 each observer of a run's model. A row is a name and the place of an object.
 """
 
@@ -12,6 +12,17 @@ TABLES = {
         "conversation": "maxbatch.kinds.conversation.recipe:RECIPE",
         "pair": "maxbatch.kinds.pair.recipe:RECIPE",
         "prompt": "maxbatch.kinds.prompt.recipe:RECIPE",
+    },
+    # Values of `dataset_type`.
+    Table.FORMATS: {
+        "text": "maxbatch.around.formats.text:FORMAT",
+        "jsonl": "maxbatch.around.formats.jsonl:FORMAT",
+        "json": "maxbatch.around.formats.json_array:FORMAT",
+        "csv": "maxbatch.around.formats.table:CSV",
+        "tsv": "maxbatch.around.formats.table:TSV",
+        "parquet": "maxbatch.around.formats.parquet:FORMAT",
+        "arrayrecord": "maxbatch.around.formats.arrayrecord:FORMAT",
+        "tfrecord": "maxbatch.around.formats.tfrecord:FORMAT",
     },
     # A folder is of the first form that it has.
     Table.MODEL_FORMS: {

@@ -16,13 +16,12 @@ from maxbatch.commands.arguments import (
     model_of,
     simulate_devices,
 )
+from maxbatch.config.file_formats import file_format, record_types
 from maxbatch.config.rules import likely_type
-from maxbatch.config.sections import RECORD_TYPES
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import EQUAL
 from maxbatch.data.store.files import list_files
-from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.data.store.skipped import kind_of, skipped_text
 from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.terminal.folding import counted
@@ -47,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
     check_overrides(args.overrides, "score takes one MODEL and one FILE")
     kind = likely_type(args.file)
-    kind = kind if kind in RECORD_TYPES else "jsonl"
-    files = list_files("FILE", args.file, *FOLDER_FILES[kind]).files
+    kind = kind if kind in record_types() else "jsonl"
+    form = file_format(kind)
+    files = list_files("FILE", args.file, form.names, form.suffixes).files
     simulate_devices(args.simulate_devices)
     from maxbatch.around.loaded_model import LoadedModel, RecordFault
 

@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from maxbatch.config.file_formats import file_formats, record_types
 from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import (
     KEYS,
     READY_TASKS,
-    RECORD_TYPES,
     STORES,
     AllKeys,
     customised_tensors,
@@ -31,7 +31,6 @@ PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
-_WITH_RECORDS = (*RECORD_TYPES, "tokens")
 # Types of data whose duplicates are not looked for, and why.
 _WITHOUT_DUPLICATES = {
     "tokens": "was prepared before, and maxbatch prepare takes deduplicate=true",
@@ -155,9 +154,7 @@ def likely_type(path: str) -> str:
     """Returns the dataset_type that fits a path's name."""
     if ".json.gz" in path:  # lines of JSON under this name are common
         return "jsonl"
-    return next(
-        (kind for kind in (*RECORD_TYPES, "arrayrecord", "tfrecord") if f".{kind}" in path), "text"
-    )
+    return next((kind for kind in file_formats() if f".{kind}" in path), "text")
 
 
 def check_data_paths(values: Keyed) -> None:
@@ -176,11 +173,11 @@ def check_data_paths(values: Keyed) -> None:
     recipe = Recipe.of(values)
     if (
         recipe.fields
-        and kind not in _WITH_RECORDS
+        and kind not in (*record_types(), "tokens")
         and not is_mixture_file(str(values["dataset_path"]), kind)
     ):
         raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "
-                          f"of {', '.join(RECORD_TYPES)} or prepared tokens; works: {recipe.key}=false")  # fmt: skip
+                          f"of {', '.join(record_types())} or prepared tokens; works: {recipe.key}=false")  # fmt: skip
     if values["deduplicate"] and kind in _WITHOUT_DUPLICATES:
         raise ConfigError(f"deduplicate=true: dataset_type={kind} {_WITHOUT_DUPLICATES[kind]}; "
                           "works: deduplicate=false")  # fmt: skip

@@ -9,6 +9,7 @@ or of its compiled programs cannot miss it.
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from maxbatch.config.file_formats import file_formats
 from maxbatch.config.keys import (
     OURS,
     BatchSize,
@@ -59,24 +60,9 @@ RematPolicy = Literal[
 ]
 Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
-DatasetType = Literal[
-    "python_stdlib",
-    "synthetic",
-    "text",
-    "jsonl",
-    "json",
-    "csv",
-    "tsv",
-    "parquet",
-    "arrayrecord",
-    "tfrecord",
-    "tokens",
-    "megatron",
-    ReadyTask,
-]
-RECORD_TYPES = ("jsonl", "json", "csv", "tsv", "parquet")  # types of data whose records have fields
 STORES = ("tokens", "megatron")  # types of data that are token ids already
 READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # reinforcement learning without a download
+_DATASET_TYPES = ("python_stdlib", "synthetic", *file_formats(), *STORES, *READY_TASKS)
 
 # The table; rows take as few lines as possible.
 # fmt: off
@@ -484,9 +470,10 @@ class AdapterConfig(Section, changes="the adapters"):
 class DataConfig(Section, changes="the data"):
     """Data: stream[0], stream[1] and so on."""
 
-    dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | json (an array "
-        "of objects) | csv | tsv | parquet | arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); "
-        "rl: arithmetic | sorting | jsonl | json | csv | tsv | parquet", Fixes.RECORDS, changes="")
+    dataset_type: Choice = key("python_stdlib",
+        f"python_stdlib | synthetic | {' | '.join(file_formats())} | tokens (see prepare) | megatron (.bin and .idx); "
+        "rl: arithmetic | sorting | a format whose records have fields",
+        Fixes.RECORDS, choices=_DATASET_TYPES, changes="")
     dataset_path: DataPaths = key("", 'a file, a folder or a glob; a list of them; a mixture: "a,0.7;b,0.3", its file '
         '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT, changes="")
     eval_dataset_path: DataPaths = key("",

@@ -16,6 +16,7 @@ class Table(Enum):
     """What the core is extended by."""
 
     KINDS = "kinds of sample"
+    FORMATS = "formats of files"
     MODEL_FORMS = "forms of other programs' models"
     SOURCES = "functions that open a model, by its form"
     OBSERVERS = "observers of a run's model"

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.around.formats import jsonl
 from maxbatch.commands import prepare
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.data.store import builder, formats, tokenise
 from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore, manifest_checksum, open_folder, store_files
 from maxbatch.data.stream.stream import open_stream

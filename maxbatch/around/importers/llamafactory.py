@@ -11,7 +11,7 @@ from maxbatch.around.importers.steps import take_parameters
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import TRAINER, length, per_device_equation
 from maxbatch.around.importers.translation import Translation
-from maxbatch.config.sections import RECORD_TYPES
+from maxbatch.config.file_formats import record_types
 from maxbatch.config.words.convert import record_fields
 from maxbatch.families.matrices import OF_PEFT
 
@@ -131,7 +131,7 @@ def _settings_of(described: object, stage: str) -> tuple[str, dict[str, str]] | 
     ):
         return None
     kind = next(
-        (kind for kind in RECORD_TYPES if str(described["file_name"]).endswith(f".{kind}")), None
+        (kind for kind in record_types() if str(described["file_name"]).endswith(f".{kind}")), None
     )
     fields = record_fields({ours: columns[theirs] for theirs, ours in wanted.items()})
     if kind is None or fields is None:

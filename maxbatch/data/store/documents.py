@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.config.combined import StoreConfig
-from maxbatch.config.sections import RECORD_TYPES
+from maxbatch.config.file_formats import file_format, file_formats, record_types
 from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import (
-    FOLDER_FILES,
     PIECE_BYTES,
     Format,
     Piece,
@@ -127,7 +126,7 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
-        has_fields = dataset_type in (*RECORD_TYPES, "tfrecord") or (
+        has_fields = dataset_type in (*record_types(), "tfrecord") or (
             dataset_type == "arrayrecord" and config.record_format == "example"
         )
         names = field_names(config.record_fields) or {}
@@ -275,12 +274,13 @@ class DocumentSource:
 
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:
-    if dataset_type not in FOLDER_FILES:
+    if dataset_type not in file_formats():
         raise ConfigError(
             f"dataset_type={dataset_type}: is not a file format for documents; works: "
             "dataset_type=jsonl"
         )
-    return list_files(key, value, *FOLDER_FILES[dataset_type])
+    found = file_format(dataset_type)
+    return list_files(key, value, found.names, found.suffixes)
 
 
 def _stdlib_files(root: Path) -> LongList[SourceFile]:

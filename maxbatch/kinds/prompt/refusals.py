@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maxbatch.config.combined import PromptConfig
-from maxbatch.config.sections import READY_TASKS, RECORD_TYPES, RLConfig
+from maxbatch.config.file_formats import record_types
+from maxbatch.config.sections import READY_TASKS, RLConfig
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.reward_functions import scorer
 from maxbatch.kinds.prompt.reward_terms import parse_rewards, reward_error, sources_of
@@ -39,9 +40,9 @@ def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> 
 
 def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a dataset type whose records lack fields."""
-    if dataset_type not in (*READY_TASKS, *RECORD_TYPES):
+    if dataset_type not in (*READY_TASKS, *record_types()):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
-        known = ", ".join((*READY_TASKS, *RECORD_TYPES))
+        known = ", ".join((*READY_TASKS, *record_types()))
         raise ConfigError(
             f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records "
             f"with fields: one of {known}; works: dataset_type={nearest}, or batch_size=null and "

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.file_formats import file_format
 from maxbatch.data.store.documents import STDLIB_HELD_OUT, DocumentSource
 from maxbatch.data.store.files import list_files
-from maxbatch.data.store.formats import FOLDER_FILES
 from tests.data.store.test_formats import source, texts
 
 
@@ -189,7 +189,8 @@ def test_the_standard_librarys_held_out_files_are_all_there() -> None:
 
 def test_a_number_of_shards_that_only_a_name_states_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "a-00000000001-of-99999999999.jsonl").write_text('{"text": "x"}\n')
-    found = list_files("dataset_path", str(tmp_path), *FOLDER_FILES["jsonl"])
+    jsonl = file_format("jsonl")
+    found = list_files("dataset_path", str(tmp_path), jsonl.names, jsonl.suffixes)
     assert len(found.files) == 1 and found.missing == ()
 
 

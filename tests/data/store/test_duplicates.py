@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.around.formats import jsonl
 from maxbatch.cli import main
 from maxbatch.data.store import documents, formats
 from maxbatch.data.store.builder import Build, build_store
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import HashTable
-from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.token_store import TokenStore, load_folder
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached

@@ -16,9 +16,9 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxbatch import ConfigError, load_config
+from maxbatch.around.formats import json_array, jsonl, parquet, tfrecord
 from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import json_array, jsonl, parquet, tfrecord
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.errors import StoreFailed
 from maxbatch.system.storage import object_stores

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.around.formats import jsonl
 from maxbatch.data.store import document_table, documents
 from maxbatch.data.store.blocks import block_hashes
 from maxbatch.data.store.builder import Build, build_store
 from maxbatch.data.store.document_table import MappedTable
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.token_store import TokenStore, load_folder
 from maxbatch.data.stream.stream import Stream, open_stream

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.around.formats import jsonl
 from maxbatch.cli import main
+from maxbatch.data.store import gzip_cuts
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import Piece, gzip_cuts, jsonl
-from maxbatch.data.store.formats.gzip_cuts import Cut, line_cuts
+from maxbatch.data.store.formats import Piece
+from maxbatch.data.store.gzip_cuts import Cut, line_cuts
 from maxbatch.system.storage.storage import as_path
 from tests.data.store.test_formats import source, texts
 from tests.helpers.stores import Store

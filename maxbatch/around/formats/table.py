@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import csv
 import gzip
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from maxbatch.around.formats.packed import opened_text
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.config.values import shown
 from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, WholeFiles, content_of
-from maxbatch.data.store.formats.packed import opened_text
 from maxbatch.system.errors import ConfigError
 
 
@@ -72,3 +74,17 @@ def _checked_header(path: str, cells: list[str]) -> list[str]:
             f"{path}: the header, its first line, {problem}; works: a name for each column"
         )
     return cells
+
+
+CSV = FileFormat(
+    lambda record_format, text_field: Table(",", text_field),
+    re.compile(rf"\.csv{SHARD}(\.gz)?$"),
+    ".csv or .csv.gz",
+    has_records=True,
+)
+TSV = FileFormat(
+    lambda record_format, text_field: Table("\t", text_field),
+    re.compile(rf"\.tsv{SHARD}(\.gz)?$"),
+    ".tsv or .tsv.gz",
+    has_records=True,
+)

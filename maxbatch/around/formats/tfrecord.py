@@ -8,15 +8,17 @@ masked CRC-32C (uint32), little-endian. Reference: TensorFlow, `core/lib/io/reco
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, ClassVar
 
+from maxbatch.around.formats.example import example_field
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, checked_utf8
-from maxbatch.data.store.formats.example import example_field
-from maxbatch.data.store.formats.gzip_cuts import MAGIC
+from maxbatch.data.store.gzip_cuts import MAGIC
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.source_files import SourceFile
 from maxbatch.system.storage.storage import is_remote
@@ -32,7 +34,8 @@ class TFRecords:
 
     unit: ClassVar[str] = "record"
 
-    def __init__(self, text_field: str):
+    def __init__(self, text_field: str | None):
+        assert text_field is not None, "only records with fields are whole"
         try:
             import google_crc32c
         except ImportError as error:
@@ -142,3 +145,10 @@ class TFRecords:
         """Returns the masked CRC-32C: rotated right by 15 bits, plus a constant."""
         checksum: int = self._crc32c(data)
         return ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+FORMAT = FileFormat(
+    lambda record_format, text_field: TFRecords(text_field),
+    re.compile(rf"\.(tfrecords?|tfrec){SHARD}(\.gz)?$"),
+    ".tfrecord, .tfrecords or .tfrec",
+)

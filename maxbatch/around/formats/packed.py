@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats.gzip_cuts import MAGIC
+from maxbatch.data.store.gzip_cuts import MAGIC
 from maxbatch.system.storage.source_files import SourceFile
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from maxbatch.around.formats.example import example_field
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, checked_utf8
-from maxbatch.data.store.formats.example import example_field
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.source_files import SourceFile, typed_reason
 from maxbatch.system.storage.storage import is_remote
@@ -21,7 +23,8 @@ class ArrayRecords:
 
     unit: ClassVar[str] = "record"
 
-    def __init__(self, record_format: str, text_field: str):
+    def __init__(self, record_format: str, text_field: str | None):
+        assert text_field is not None, "only records with fields are whole"
         try:  # It comes with Grain, except on Windows.
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:
@@ -95,3 +98,10 @@ def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
         return [
             record for number in numbers for record in _records(reader, range(number, number + 1))
         ]
+
+
+FORMAT = FileFormat(
+    ArrayRecords,
+    re.compile(rf"\.(array_record|arrayrecord){SHARD}$"),
+    ".array_record or .arrayrecord",
+)

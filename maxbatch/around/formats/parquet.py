@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import (
@@ -166,3 +168,11 @@ def _raise_system_error(error: Exception) -> None:
     """
     if getattr(error, "errno", None) or isinstance(error, ConfigError | TrainingError):
         raise error
+
+
+FORMAT = FileFormat(
+    lambda record_format, text_field: Parquet(text_field),
+    re.compile(rf"\.parquet{SHARD}$"),
+    ".parquet",
+    has_records=True,
+)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TextIO
 
+from maxbatch.around.formats.packed import opened_text
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, WholeFiles, content_of
-from maxbatch.data.store.formats.packed import opened_text
 
 _BLOCK_CHARACTERS = 1 << 16
 _SPACE = " \t\r\n"
@@ -169,3 +171,11 @@ class _Reader:
         self._buffer = self._buffer[self._position :] + more
         self._position = 0
         return bool(more)
+
+
+FORMAT = FileFormat(
+    lambda record_format, text_field: JsonArray(text_field),
+    re.compile(rf"\.json{SHARD}(\.gz)?$"),
+    ".json or .json.gz",
+    has_records=True,
+)

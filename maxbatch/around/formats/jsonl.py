@@ -7,15 +7,17 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
+from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import LONGEST_RECORD, PIECE_BYTES, Piece, Record, content_of
-from maxbatch.data.store.formats.gzip_cuts import MAGIC, Cut, line_cuts
+from maxbatch.data.store.gzip_cuts import MAGIC, Cut, line_cuts
 from maxbatch.system.storage.bounded import TOO_MANY_VALUES, has_too_many_values
 from maxbatch.system.storage.source_files import SourceFile
 from maxbatch.system.storage.storage import is_remote
@@ -146,3 +148,11 @@ def _lines_before(piece: Piece) -> int:
             lines += block.count(b"\n")
             left -= len(block)
     return lines
+
+
+FORMAT = FileFormat(
+    lambda record_format, text_field: JsonLines(text_field),
+    re.compile(rf"\.(jsonl|ndjson){SHARD}(\.gz)?$|\.json\.gz$"),
+    ".jsonl, .ndjson or .jsonl.gz",
+    has_records=True,
+)

@@ -9,13 +9,12 @@ the reader can name, count or refuse it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 
+from maxbatch.config.file_formats import file_format
 from maxbatch.config.values import shown, shown_fields
-from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats.gzip_cuts import Cut
+from maxbatch.data.store.gzip_cuts import Cut
 from maxbatch.system.storage.source_files import SourceFile
 
 # The size of a piece, about: large enough to be worth a request to a worker, small enough to share
@@ -85,40 +84,6 @@ class WholeFiles:
         return 0
 
 
-class TextFiles(WholeFiles):
-    """`text`: every file of UTF-8 text is a document; one of them is held in memory at a time."""
-
-    unit: ClassVar[str] = ""
-
-    def documents(self, piece: Piece) -> Iterator[Record]:
-        with open_file(piece.file) as file:
-            yield checked_utf8(1, file.read())
-
-
-DELIMITERS = {"csv": ",", "tsv": "\t"}
-_SHARD = r"([-._]\d{3,}-of-\d{3,})?"
-# Which files of a folder count, by dataset_type; shards may be numbered before or after the suffix.
-FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
-    "text": (re.compile(""), "regular"),
-    "jsonl": (
-        re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"),
-        ".jsonl, .ndjson or .jsonl.gz",
-    ),
-    "json": (re.compile(rf"\.json{_SHARD}(\.gz)?$"), ".json or .json.gz"),
-    "csv": (re.compile(rf"\.csv{_SHARD}(\.gz)?$"), ".csv or .csv.gz"),
-    "tsv": (re.compile(rf"\.tsv{_SHARD}(\.gz)?$"), ".tsv or .tsv.gz"),
-    "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
-    "arrayrecord": (
-        re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"),
-        ".array_record or .arrayrecord",
-    ),
-    "tfrecord": (
-        re.compile(rf"\.(tfrecords?|tfrec){_SHARD}(\.gz)?$"),
-        ".tfrecord, .tfrecords or .tfrec",
-    ),
-}
-
-
 def grouped(
     items: Iterable[T], size_of: Callable[[T], int], size: int, count: int
 ) -> Iterator[list[T]]:
@@ -140,38 +105,14 @@ def grouped(
 def make_format(dataset_type: str, record_format: str, text_field: str | None) -> Format:
     """Returns the reader of a `dataset_type` of files.
 
-    If `text_field` is None (of types whose records have fields), its documents are whole records,
+    If `text_field` is None (of formats whose records have fields), its documents are whole records,
     each as `record_as_json` writes it.
 
     Raises:
       ConfigError: its package is not installed.
     """
-    if dataset_type == "jsonl":
-        from maxbatch.data.store.formats.jsonl import JsonLines
-
-        return JsonLines(text_field)
-    if dataset_type == "json":
-        from maxbatch.data.store.formats.json_array import JsonArray
-
-        return JsonArray(text_field)
-    if dataset_type in DELIMITERS:
-        from maxbatch.data.store.formats.table import Table
-
-        return Table(DELIMITERS[dataset_type], text_field)
-    if dataset_type == "parquet":
-        from maxbatch.data.store.formats.parquet import Parquet
-
-        return Parquet(text_field)
-    assert text_field is not None, "only records with fields are whole"
-    if dataset_type == "arrayrecord":
-        from maxbatch.data.store.formats.arrayrecord import ArrayRecords
-
-        return ArrayRecords(record_format, text_field)
-    if dataset_type == "tfrecord":
-        from maxbatch.data.store.formats.tfrecord import TFRecords
-
-        return TFRecords(text_field)
-    return TextFiles()
+    name = "text" if dataset_type == "python_stdlib" else dataset_type
+    return cast(Format, file_format(name).open(record_format, text_field))
 
 
 def record_as_json(record: Mapping[str, object]) -> bytes:

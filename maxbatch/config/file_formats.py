@@ -1,0 +1,51 @@
+"""The file formats of datasets, by their facts: which files of a folder they take, and whether
+their records have fields. `maxbatch.data.store.formats` reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maxbatch.system.registry import Table, load, names
+
+# of a file's name: the number of a shard, before or after the suffix
+SHARD = r"([-._]\d{3,}-of-\d{3,})?"
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A format of files, a value of `dataset_type`.
+
+    Attributes:
+      open: returns its reader (`maxbatch.data.store.formats.Format`) for a `record_format` and the
+        field with the text; None: documents are whole records, as JSON. Raises ConfigError if its
+        package is not installed.
+      names: matches the names of its files in a folder.
+      suffixes: the suffixes of these names, for messages.
+      has_records: whether its records are objects with fields, so that one may be a question with
+        answers.
+    """
+
+    open: Callable[[str, str | None], object]
+    names: re.Pattern[str]
+    suffixes: str
+    has_records: bool = False
+
+
+def file_formats() -> tuple[str, ...]:
+    """Returns the values of `dataset_type` that are formats of files."""
+    return names(Table.FORMATS)
+
+
+def file_format(dataset_type: str) -> FileFormat:
+    """Loads a format of files."""
+    found = load(Table.FORMATS, dataset_type)
+    assert isinstance(found, FileFormat), f"{dataset_type} is a format of files"
+    return found
+
+
+def record_types() -> tuple[str, ...]:
+    """Returns the formats whose records are objects with fields."""
+    return tuple(name for name in file_formats() if file_format(name).has_records)
