@@ -38,7 +38,6 @@ from maxbatch.around.maxtext.checkpoints.layout import (
 from maxbatch.around.maxtext.checkpoints.names import LAYER_AXIS, Place
 from maxbatch.around.maxtext.checkpoints.stored import StoredArray
 from maxbatch.parallel.hosts import gather
-from maxbatch.parallel.sharding import zeros_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.hardware.host_arrays import empty_aligned, return_freed_memory, zeros_to_copy
 

@@ -1,0 +1,257 @@
+"""The ways to add a thing, as CONTRIBUTING.md counts them: a toy of each in a copy of the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Copy:
+    """A copy of the package, with additions.
+
+    Args:
+      files: new files by their path in the package.
+      rows: texts that are added behind the first occurrence of another one, by file.
+    """
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, str], rows: Mapping[str, tuple[str, str]]
+    ) -> None:
+        self.folder = folder
+        shutil.copytree(
+            ROOT / "maxbatch", folder / "maxbatch", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        shutil.copytree(ROOT / "configs", folder / "configs")
+        for name, text in files.items():
+            file = folder / "maxbatch" / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        for name, (behind, row) in rows.items():
+            file = folder / "maxbatch" / name
+            text = file.read_text()
+            assert behind in text, (name, behind)
+            file.write_text(text.replace(behind, f"{behind}{row}", 1))
+        subprocess.run(
+            [sys.executable, "-m", "maxbatch.config.base_yml"], cwd=folder, env=self._variables
+        )
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.folder), "JAX_PLATFORMS": "cpu"}
+
+    def __call__(self, *arguments: str) -> str:
+        """Runs a `maxbatch` command of the copy; returns its output."""
+        done = subprocess.run(
+            [sys.executable, "-m", "maxbatch", *arguments],
+            cwd=self.folder,
+            env=self._variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def runs(self, code: str) -> str:
+        """Runs Python beside the copy; returns its output."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self._variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.mark.runs
+def test_an_optimizer_is_two_rows(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {},
+        {
+            "config/sections.py": ('opt_type: Literal["adamw", ', '"sign", '),
+            "update/optimizers.py": (
+                '] = {"adamw": _adam, ',
+                '"sign": lambda config, b1, b2: optax.scale_by_sign(), ',
+            ),
+        },
+    )
+    made = copy.runs(
+        "import maxbatch, jax.numpy as jnp\n"
+        "from maxbatch.update.optimizers import AT_REST, make_optimizer\n"
+        "config = maxbatch.load_config(overrides=['opt_type=sign', 'adam_weight_decay=0'])\n"
+        "optimizer = make_optimizer(config.programs.optimizer, AT_REST._replace(learning_rate=1.0))\n"
+        "state = optimizer.init({'w': jnp.zeros(2)})\n"
+        "print(optimizer.update({'w': jnp.array([3.0, -5.0])}, state, {'w': jnp.zeros(2)})[0]['w'])"
+    )
+    assert made.split() == ["[-1.", "1.]"]
+
+
+_SEMICOLONS = '''"""`semicolons`: documents between semicolons."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from maxbatch.config.file_formats import FileFormat
+from maxbatch.data.store.files import open_file
+from maxbatch.data.store.formats import WholeFiles, checked_utf8
+
+
+@dataclass(frozen=True)
+class Semicolons(WholeFiles):
+    unit: ClassVar[str] = "part"
+
+    def documents(self, piece):
+        with open_file(piece.file) as file:
+            for number, part in enumerate(file.read().split(b";"), 1):
+                yield checked_utf8(number, part)
+
+
+FORMAT = FileFormat(lambda form, field: Semicolons(), re.compile(r"[.]semicolons$"), ".semicolons")
+'''
+
+
+def test_a_format_of_files_is_a_file_and_a_row(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {"around/formats/semicolons.py": _SEMICOLONS},
+        {
+            "registered.py": (
+                "    Table.FORMATS: {",
+                '\n        "semicolons": "maxbatch.around.formats.semicolons:FORMAT",',
+            )
+        },
+    )
+    (tmp_path / "x.semicolons").write_text("first one;second one;third one")
+    shown = copy(
+        "data",
+        "dataset_type=semicolons",
+        "dataset_path=x.semicolons",
+        "max_target_length=16",
+        "packing=false",
+        "enable_data_shuffling=false",
+        "--count=3",
+        "--json",
+    )
+    assert all(text in shown for text in ("first one", "second one", "third one"))
+
+
+_IMPORTER = '''"""Rules of Keras's table."""
+
+from maxbatch.around.importers.table import Format
+from maxbatch.around.importers.trainer_words import per_device_equation
+
+FORMAT = Format("keras", per_device_equation("batch_size"), {}, {})
+'''
+_TABLE = """# Keras, whose words the table of foreign words knows.
+[signs]
+steps_per_execution
+
+[words]
+batch_size | | per_device_batch_size |
+steps_per_execution | | - | affects speed only
+"""
+
+
+def test_an_importer_is_a_table_with_its_module_and_a_row(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {"around/importers/keras.py": _IMPORTER, "around/importers/keras.txt": _TABLE},
+        {
+            "commands/import_config.py": (
+                "FORMATS: Mapping[str, Format] = {",
+                '\n    "keras": keras.FORMAT,',
+            )
+        },
+    )
+    module = tmp_path / "maxbatch/commands/import_config.py"
+    text = module.read_text()
+    module.write_text(text.replace("    torchtitan,\n", "    keras,\n    torchtitan,\n", 1))
+    (tmp_path / "run.yml").write_text("batch_size: 4\n")
+    shown = copy("import", "keras", "run.yml", "--devices", "2")
+    assert "per_device_batch_size" in shown
+
+
+_KIND = '''"""Toys: rows of tokens under another name."""
+
+from maxbatch.update.recipe import TrainedRecipe
+
+
+class ToyRecipe(TrainedRecipe):
+    unit = "toy"
+
+
+RECIPE = ToyRecipe()
+'''
+
+
+def test_a_kind_of_sample_is_a_folder_a_row_and_its_keys(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {"kinds/toy/__init__.py": "", "kinds/toy/recipe.py": _KIND},
+        {
+            "registered.py": (
+                "    Table.KINDS: {",
+                '\n        "toy": "maxbatch.kinds.toy.recipe:RECIPE",',
+            ),
+            "config/sections.py": (
+                'class DataConfig(Section, changes="the data"):\n'
+                '    """Data: stream[0], stream[1] and so on."""\n',
+                '\n    use_toy: bool = key(False, "a sample is a toy", Fixes.RECORDS, chooses="toy")',
+            ),
+        },
+    )
+    assert "toys" in copy("plan", "use_toy=true", "global_batch_size=8")
+
+
+def test_a_family_in_the_form_of_llama_is_a_record(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {},
+        {
+            "families/family.py": (
+                "FAMILIES: dict[str, Family] = {family.decoder_block: family for family in (",
+                '\n    dataclasses.replace(_LLAMA, decoder_block="toy", model_type="toy"),',
+            )
+        },
+    )
+    assert "decoder_block: toy " in copy("config", "decoder_block=toy", "vocab_size=300")
+
+
+_COMMAND = '''"""`maxbatch toy`: prints a line."""
+
+
+def add_arguments(parser):
+    parser.add_argument("--line", default="a toy")
+
+
+def run(args):
+    print(args.line)
+    return 0
+'''
+
+
+def test_a_command_is_a_module_and_a_row(tmp_path: Path) -> None:
+    copy = Copy(
+        tmp_path,
+        {"commands/toy.py": _COMMAND},
+        {
+            "commands/__init__.py": (
+                "COMMANDS: dict[str, Command] = {",
+                '\n    "toy": Command("maxbatch.commands.toy", "Print a line.", ("maxbatch toy",)),',
+            )
+        },
+    )
+    assert copy("toy") == "a toy\n"
