@@ -160,10 +160,10 @@ class LoadedModel:
         return end_tokens(self.config.load_parameters_path)
 
     def scorer(self, most_rows: int | None = None) -> Scorer:
-        """Returns what assigns log-probabilities to tokens: in float32 unless the model was loaded
-        with a `dtype`.
+        """Returns a Scorer: the log-probability of each token given those before it.
 
-        Its programs stay from one call to the next.
+        It computes in float32 unless the model was loaded with a `dtype`, and keeps its programs
+        from one call to the next.
 
         Args:
           most_rows: rows in one pass; None: by their length.
@@ -175,8 +175,8 @@ class LoadedModel:
         return self._scorers[most_rows]
 
     def completer(self, most_rows: int | None = None) -> Completer:
-        """Returns what completes many prompts: in float32 unless the model was loaded with a
-        `dtype`.
+        """Returns a Completer for batches of prompts, in float32 unless the model was loaded with
+        a `dtype`.
 
         Args:
           most_rows: rows in one pass; None: by their length.

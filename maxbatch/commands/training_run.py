@@ -38,7 +38,7 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
 
     num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
     check_hosts(num_devices, num_hosts)
-    # else a resume need not fit the stages behind it, which the hosts know
+    # Other resumes skip this: finished stages need not fit the new hosts.
     if config.recipe.is_sampled:
         BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
     on_end(lambda cause, _: end_killed_session(as_path(config.run_dir), cause))

@@ -138,7 +138,7 @@ class Keyed(Protocol):
 
 
 class _Row(dict[str, Any]):
-    """The facts of a key beside its name and its type, as arguments of `Key`."""
+    """Keyword arguments of `Key` other than name and type."""
 
 
 def key(

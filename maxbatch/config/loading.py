@@ -196,7 +196,7 @@ def _settled(
             if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()
         ]
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
-        file = next(filter(None, places), None)  # one that states both has Axolotl's words
+        file = next(filter(None, places), None)  # a file with both keys is Axolotl's
         imports = {"micro_batch_size": f"maxbatch import axolotl {file}"} if file else {}
         refuse_pairs_without_prompts(values, imports)
     return {name: settings[name] for name in KEYS}
@@ -359,8 +359,8 @@ def _refuse_unknown(
 ) -> None:
     """Raises a ConfigError that names all unknown keys.
 
-    Beside an unknown key, a key of the batch of prompts counts as another framework's word, unless
-    such a batch is stated.
+    If a key is unknown and batch_size is unset, keys of reinforcement learning alone are reported
+    too.
     """
     known = KEYS.keys() | {"base_config"}
     layers = [

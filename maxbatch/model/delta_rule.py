@@ -167,10 +167,10 @@ class _Documents(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What is known of chunks before the state that comes in."""
+    """Terms of each chunk that do not depend on the incoming state."""
 
-    written_NxMxHxcxv: jax.Array  # what tokens write without that state
-    reading_NxMxHxcxk: jax.Array  # how what they write depends on it
+    written_NxMxHxcxv: jax.Array  # what tokens write if the incoming state is 0
+    reading_NxMxHxcxk: jax.Array  # coefficient of that state in each write
     q_NxMxHxcxk: jax.Array  # queries to it, decayed
     scores_NxMxHxcxc: jax.Array  # of queries with the keys of the chunk, decayed
     k_NxMxHxcxk: jax.Array  # keys, decayed to the end of the chunk

@@ -31,7 +31,7 @@ from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
-_EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+_EPSILON = 1e-6  # of the latents' norms; not config.normalization_layer_epsilon
 
 
 class LatentAttention(nnx.Module):

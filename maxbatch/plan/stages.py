@@ -34,7 +34,8 @@ class StatedStage(NamedTuple):
 
     threshold: Fraction
     batch: Fraction
-    micro_batch: Fraction | None  # p x N where g is stated; None where both follow from the batch
+    # rows per micro-batch: per_device_batch_size x devices; None if derived from the batch
+    micro_batch: Fraction | None
 
 
 def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:

@@ -81,7 +81,7 @@ from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, 
 if TYPE_CHECKING:
     from maxbatch.run.reference import FoundReference, Reference
 
-CONFIGURED = Parts()  # all of it the config's
+CONFIGURED = Parts()  # no part is the user's own code
 
 
 def train(
@@ -219,7 +219,7 @@ class OpenedPretraining:
     planning: PlanConfig
     tasks: EvalTasks | None  # that evals score
     mesh_shape: MeshShape
-    expansion: int  # one host in so many loads
+    expansion: int  # e: one of every e hosts loads data
     own_optimizer: OptimizerMaker | None
     model: TaskModel
     objective: Objective

@@ -191,7 +191,7 @@ class FoundReference(NamedTuple):
     """The reference of a run as an earlier start left it."""
 
     reference: Reference
-    # of which streams it lacks which samples: first, behind the last
+    # ranges of samples without a reference: (stream, first, end)
     missing: list[tuple[Stream | None, int, int]]
     is_other: bool  # whether the file states other held-out samples
 

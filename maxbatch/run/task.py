@@ -212,9 +212,7 @@ class Running(Protocol[B]):
         """Returns figures of the state after `step` updates, by the names of the metrics."""
 
     def ahead(self) -> bytes | None:
-        """Returns what a checkpoint must hold for the batches ahead besides state and position;
-        None: nothing.
-        """
+        """Returns the data of unfinished batches for the checkpoint; None if there are none."""
 
     @property
     def why_untrained(self) -> str:

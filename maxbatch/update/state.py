@@ -297,9 +297,7 @@ def adapted_shapes(config: UpdateConfig, abstract: TrainState) -> State:
 
 
 def compile_adapting(config: UpdateConfig, abstract: TrainState) -> Callable[[State, State], State]:
-    """Compiles the program that adapts a base model, (model, adapters) -> model; it is none if both
-    stay apart.
-    """
+    """Returns the function (model, adapters) -> adapted model, compiled if it merges them."""
     adapters = adapters_of(config.adapters, config.quantization)
     assert adapters is not None, "the run trains adapters"
     if adapters.are_apart:

@@ -69,7 +69,7 @@ class Run(NamedTuple):
     params: list[dict[str, np.ndarray]]
     losses: list[float]  # U, or empty if the trainer reports no loss
     metrics: list[dict[str, float]]  # U; the other scalars that the trainer reports
-    # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
+    # machine epsilon of each parameter (`_rounding`); 0: whole numbers
     rounding: dict[str, float]
 
     def then(self, later: Run) -> Run:
@@ -261,9 +261,7 @@ def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _rounding(array: np.ndarray) -> float:
-    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that
-    fits its numbers.
-    """
+    """Returns the machine epsilon of an array's dtype, or of bfloat16 if every value fits in it."""
     if array.dtype == np.float32 and not (array.view(np.uint32) & _DIGITS_BELOW_HALF).any():
         return _LOW_PRECISION
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from maxbatch.update.gradients import Objective
 
 _T = TypeVar("_T")
-# without the first, the prompt is the others' common beginning
+# if `prompt` is absent, it is the common prefix of chosen and rejected
 _PAIR = ("prompt", "chosen", "rejected")
 
 

@@ -231,9 +231,7 @@ class _Round(NamedTuple):
         return self._exchanged(x_TxD[self.choice_s // self.k])[self.order.choice_n]
 
     def returned_choices(self, values_sx1: jax.Array) -> jax.Array:
-        """Returns the number of each choice of this device, and 0 for those of other rounds:
-        [n].
-        """
+        """Returns value[n] of each of this device's n choices; 0 for choices of another round."""
         return jnp.where(
             self.goes_n, self._exchanged(values_sx1[self.order.place_n])[self.place_n, 0], 0
         )

@@ -85,9 +85,7 @@ class Session(NamedTuple):
         return goodput(self.seconds)
 
     def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
-        """Returns the session with some of the time of one part, at most all of it, moved to
-        another part.
-        """
+        """Returns the session with min(seconds, all that `source` has) moved to `target`."""
         found = min(max(seconds, 0.0), self.seconds[source])
         changed = dict(self.seconds)
         changed[source] -= found

@@ -75,7 +75,10 @@ def blocks_here(leaves: Sequence[jax.Array], of_all_hosts: bool) -> dict[str, np
 
 
 def _copied(data: jax.Array) -> np.ndarray:
-    """Copies a device's array; only that of a CPU device is in this memory already."""
+    """Copies a device's array to the host.
+
+    `np.asarray` of a CPU array aliases it, so it is copied here; other devices copy anyway.
+    """
     (device,) = data.devices()
     return np.array(data) if device.platform == "cpu" else np.asarray(data)
 

@@ -256,7 +256,8 @@ def read_version(url: str) -> tuple[bytes, str]:
     store, at = _at(url)
     content = read(url)
     version: str | None = content.version
-    while not version:  # an emulator states none beside the content: the one before and after it
+    # Emulators send no version with the content: read it before and after, until both agree.
+    while not version:
         before = persist(url, lambda: store.version(*at))
         content = read(url)
         version = before if persist(url, lambda: store.version(*at)) == before else None

@@ -156,8 +156,8 @@ class TensorPlace(NamedTuple):
     first: int
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
     first_layer: int = 0  # the number of the first layer that has one
-    layer_step: int = 1  # layers of a cycle, of which one has one
-    head_size: int = 0  # of several heads: the rows of one, of all parameters
+    layer_step: int = 1  # every layer_step-th layer has this tensor
+    head_size: int = 0  # rows per head in a tensor that fuses several parameters
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
