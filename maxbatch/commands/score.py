@@ -16,7 +16,7 @@ from maxbatch.commands.arguments import (
     model_of,
     simulate_devices,
 )
-from maxbatch.config.file_formats import file_format, record_types
+from maxbatch.config.file_formats import file_format, has_records
 from maxbatch.config.rules import likely_type
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
     check_overrides(args.overrides, "score takes one MODEL and one FILE")
     kind = likely_type(args.file)
-    kind = kind if kind in record_types() else "jsonl"
+    kind = kind if has_records(kind) else "jsonl"
     form = file_format(kind)
     files = list_files("FILE", args.file, form.names, form.suffixes).files
     simulate_devices(args.simulate_devices)

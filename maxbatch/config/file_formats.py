@@ -46,6 +46,13 @@ def file_format(dataset_type: str) -> FileFormat:
     return found
 
 
+def has_records(dataset_type: str) -> bool:
+    """Returns whether a value of `dataset_type` is a format whose records are objects with
+    fields.
+    """
+    return dataset_type in file_formats() and file_format(dataset_type).has_records
+
+
 def record_types() -> tuple[str, ...]:
-    """Returns the formats whose records are objects with fields."""
-    return tuple(name for name in file_formats() if file_format(name).has_records)
+    """Returns the formats whose records are objects with fields, for messages: it loads all."""
+    return tuple(filter(has_records, file_formats()))

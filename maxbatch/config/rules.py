@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxbatch.config.file_formats import file_formats, record_types
+from maxbatch.config.file_formats import file_formats, has_records, record_types
 from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
@@ -173,7 +173,7 @@ def check_data_paths(values: Keyed) -> None:
     recipe = Recipe.of(values)
     if (
         recipe.fields
-        and kind not in (*record_types(), "tokens")
+        and not (kind == "tokens" or has_records(kind))
         and not is_mixture_file(str(values["dataset_path"]), kind)
     ):
         raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "

@@ -289,7 +289,8 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(
         # What keeps the first rule breaks another: the line names both changes.
         (
             ["ici_tensor_parallelism=8", "per_device_batch_size=1/8", "--devices", "8"],
-            "ici_tensor_parallelism=4 per_device_batch_size=0.25",
+            "ici_tensor_parallelism=4 global_batch_size=1 batch_padding=true "
+            "gradient_accumulation_steps=null per_device_batch_size=0.25",
         ),
     ],
 )

@@ -25,9 +25,9 @@ STATED = {
 }
 
 
-def test_each_kind_is_a_file_and_all_but_text_have_a_key() -> None:
-    files = {path.stem for path in FILES.glob("*.py")} - {"__init__"}
-    assert files == set(STATED) == {"text", *CHOICES.values()}
+def test_each_kind_is_a_folder_and_all_but_text_have_a_key() -> None:
+    folders = {path.parent.name for path in FILES.glob("*/recipe.py")}
+    assert folders == set(STATED) == {"text", *CHOICES.values()}
 
 
 @pytest.mark.parametrize("kind", STATED)

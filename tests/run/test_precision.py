@@ -36,12 +36,12 @@ HELD_BY = {
         "run/test_experts.py::test_layers_of_other_forms_route_and_balance_alike_on_all_layouts",
     ),
     "responses of `rl` for equal": (
-        "rl/test_run.py::test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16",
-        "rl/test_hosts.py::test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16",
+        "kinds/prompt/test_run.py::test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16",
+        "kinds/prompt/test_hosts.py::test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16",
     ),
     "responses of `rl` over": (
-        "rl/test_run.py::test_chunks_and_devices_give_the_same_responses_and_losses",
-        "rl/test_hosts.py::test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them",
+        "kinds/prompt/test_run.py::test_chunks_and_devices_give_the_same_responses_and_losses",
+        "kinds/prompt/test_hosts.py::test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them",
     ),
 }
 

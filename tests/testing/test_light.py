@@ -24,15 +24,17 @@ def test_pods_load_no_module_of_the_trainer() -> None:
     )
     ours = {name for name in loaded(every) if name.startswith("maxbatch.")}
     assert "maxbatch.testing.hosts" in ours
-    assert {name.split(".")[1] for name in ours} == {"system", "testing"}
+    assert {name.split(".")[1] for name in ours} == {"registered", "system", "testing"}
 
 
 def test_a_session_without_pods_loads_the_plugin_alone() -> None:
     found = loaded("import pytest; before = set(sys.modules); import maxbatch.testing.plugin")
     assert {name for name in found if name.startswith("maxbatch")} <= {
         "maxbatch",
+        "maxbatch.registered",
         "maxbatch.system",
         "maxbatch.system.errors",
+        "maxbatch.system.registry",
         "maxbatch.system.terminal.folding",
         "maxbatch.testing",
         "maxbatch.testing.plugin",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.config.combined import StoreConfig
-from maxbatch.config.file_formats import file_format, file_formats, record_types
+from maxbatch.config.file_formats import file_format, file_formats, has_records
 from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import (
@@ -126,8 +126,10 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
-        has_fields = dataset_type in (*record_types(), "tfrecord") or (
-            dataset_type == "arrayrecord" and config.record_format == "example"
+        has_fields = (
+            has_records(dataset_type)
+            or dataset_type == "tfrecord"
+            or (dataset_type == "arrayrecord" and config.record_format == "example")
         )
         names = field_names(config.record_fields) or {}
         text_field = names.get("text", config.text_field) if has_fields else ""

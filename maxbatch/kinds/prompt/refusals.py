@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maxbatch.config.combined import PromptConfig
-from maxbatch.config.file_formats import record_types
+from maxbatch.config.file_formats import has_records, record_types
 from maxbatch.config.sections import READY_TASKS, RLConfig
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.reward_functions import scorer
@@ -40,7 +40,7 @@ def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> 
 
 def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a dataset type whose records lack fields."""
-    if dataset_type not in (*READY_TASKS, *record_types()):
+    if not (dataset_type in READY_TASKS or has_records(dataset_type)):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
         known = ", ".join((*READY_TASKS, *record_types()))
         raise ConfigError(

@@ -183,7 +183,6 @@ def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refuse
 
     imported = str(tmp_path / "model")
     checkpoints(imported).check_identity(record(imported), "it")
-    checkpoints(imported).check_identity(record(""), "it")  # made before they were stated
     with pytest.raises(
         ConfigError, match=r"end tokens of load_parameters_path: '\(7,\)' there, None here"
     ):

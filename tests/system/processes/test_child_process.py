@@ -81,7 +81,7 @@ def test_ctrl_c_at_a_child_that_starts_is_one_line(tmp_path: Path) -> None:
 
 def test_a_child_that_stays_stopped_is_continued(tmp_path: Path) -> None:
     code = (
-        "import subprocess, sys; from maxbatch.system import child_process\n"
+        "import subprocess, sys; from maxbatch.system.processes import child_process\n"
         "child_process.STOPPED_S, child_process._LOOK_S = 0.5, 0.1\n"
         "child_process.continue_stopped_children()\n"
         "children = [subprocess.Popen(['sh', '-c', 'kill -STOP $$; exit 7']) for _ in range(3)]\n"

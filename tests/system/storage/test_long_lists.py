@@ -68,6 +68,7 @@ def test_a_list_that_spills_leaves_no_file_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_lists.tempfile, "tempdir", str(tmp_path))
+    gc.collect()  # what other tests left
     before = len(os.listdir("/proc/self/fd"))
     values = LongList(range(10))
     assert len(os.listdir("/proc/self/fd")) == before + 1 and not any(tmp_path.iterdir())
