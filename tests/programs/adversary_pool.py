@@ -50,16 +50,16 @@ _PACKAGES = (
     "jinja2.sandbox",
 )
 _ROOMS = (
-    "training.pretraining",
-    "huggingface.export.model",
-    "huggingface.export.peft",
-    "training.scoring",
-    "training.compile.saved",
-    "training.weights.parameters",
-    "training.compile.cache",
-    "rl.run",
+    "run.pretraining",
+    "run.compile.saved",
+    "run.compile.cache",
+    "run.weights.parameters",
+    "kinds.prompt.run",
+    "around.huggingface.export.model",
+    "around.huggingface.export.peft",
+    "around.scoring",
+    "around.sampling.text",
     "commands.simulation",
-    "sampling.text",
 )
 
 

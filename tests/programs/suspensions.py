@@ -30,7 +30,7 @@ from maxbatch.system.storage.storage import as_path
 LAPSE_S = 3.0
 MOMENTS = ("lease", "staging", "lines", "checkpoint", "done")
 _QUICK_LEASES = (
-    "import sys; from maxbatch.system import leases; from maxbatch.cli import main\n"
+    "import sys; from maxbatch.system.storage import leases; from maxbatch.cli import main\n"
     f"leases.LAPSE_S, leases.RENEW_S, leases._LOOK_S = {LAPSE_S}, {LAPSE_S / 2}, 0.2\n"
     "sys.exit(main(sys.argv[1:]))"
 )

@@ -36,7 +36,7 @@ RUN = (
     [
         ("maxbatch.run.weights.checkpoints.Checkpoints.save", 75, 2),
         ("maxbatch.run.evaluation.Evaluator.__call__", 75, 2),
-        ("maxbatch.run.pretraining.generate_text", 0, 4),
+        ("maxbatch.run.pretraining.continued_text", 0, 4),
         ("maxbatch.run.session.Session._check_result", 0, 4),
     ],
 )
@@ -62,7 +62,7 @@ def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_th
     said = capfd.readouterr().out
     assert committed_steps(Path("run"))[0] == step == len(read_metrics("run"))
     assert (f"stopped by SIGTERM at step {step}" if code else f"done: step {step}") in said
-    assert ("--- a sample" in said) == (name == "generate_text")
+    assert ("--- a sample" in said) == (name == "continued_text")
     assert "eval_loss" in read_metrics("run")[1]
 
 
