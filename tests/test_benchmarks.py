@@ -16,6 +16,7 @@ from scipy import stats
 from benchmarks import audits, evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.same_run import results as same_run
+from benchmarks.same_run import scores
 from benchmarks.same_run.cases import CASES
 from benchmarks.same_run.figures import Update, differences
 from benchmarks.trainer import QUICK_MODEL
@@ -229,3 +230,9 @@ def test_differences_of_two_runs_are_the_largest_of_their_figures_and_arrays():
     assert (found.loss, found.grad_norm, found.rate) == pytest.approx((0.05, 0.1, 0.05))
     assert (dict(found.arrays), found.left_out) == (pytest.approx({"a": 0.0, "b": 0.1}), 1)
     assert found.beyond(same_run.TOLERANCES) == ["loss", "grad_norm", "rate", "array"]
+
+
+def test_the_page_shows_the_scores_of_maxtexts_checkpoints_which_are_within_their_bar() -> None:
+    assert scores.BEGIN + scores.table() + scores.END in scores.PAGE.read_text()
+    assert scores.figures()
+    assert max(figure for row in scores.figures().values() for figure in row.values()) <= scores.BAR
