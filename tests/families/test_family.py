@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "maxbatch"
 RECORDS, TABLE = "families/family.py", "families/matrices.py"
 # The words of other trainers, MaxText's blocks among them.
-ELSEWHERE = {PACKAGE / "commands" / "import_config", PACKAGE / "maxtext"}
+ELSEWHERE = {PACKAGE / "around" / "importers", PACKAGE / "around" / "maxtext"}
 
 
 def nodes() -> Iterator[tuple[str, ast.AST]]:
