@@ -189,14 +189,17 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     if parts:
         key = "num_pipeline_microbatches"
         return Refusal(config, key, rule, {key: Fraction(parts)})
-    return Refusal(config, key, rule, _padded_batch(config, int(micro), unit))
+    padded = _padded_batch(config, int(micro), unit)
+    return Refusal(config, key, rule, padded or {"num_pipeline_microbatches": -1})
 
 
 def _padded_batch(config: PlanConfig, micro: int, unit: MicrobatchUnit) -> dict[str, Value]:
     """Returns settings that keep a batch whose passes of `micro` rows are too few for the pipeline:
-    padded passes.
+    padded passes. There are none for a batch of more than MOST_SAMPLES.
     """
     passes = config.batch.gradient_accumulation_steps
+    if micro * (passes or 1) > MOST_SAMPLES:
+        return {}
     batch: dict[str, Value] = {"global_batch_size": micro * (passes or 1), "batch_padding": True}
     if passes is not None:
         batch["gradient_accumulation_steps"] = None
