@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import warn
+from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import KeyPath, State, Tree
 from maxbatch.run.folder.position import CheckpointRecord, StoredParameter
 from maxbatch.system.hashing import mixed
@@ -61,12 +62,18 @@ def checksums_by(
     of the same shapes and shardings.
     """
     runs = _runs(abstract)
+    devices = {device for x in jax.tree.leaves(abstract) for device in x.sharding.device_set}
+    takes_turns = must_take_turns(list(devices))
+
+    def sums_of_run(arrays: list[jax.Array]) -> jax.Array:
+        found = program(arrays)
+        return jax.block_until_ready(found) if takes_turns else found
 
     def sums_of(arrays: Tree) -> np.ndarray:
         leaves = jax.tree.leaves(arrays)
-        found = jax.device_get([program([leaves[place] for place in places]) for places in runs])
+        found = [sums_of_run([leaves[place] for place in places]) for places in runs]
         sums = np.zeros(len(leaves), np.uint32)
-        for places, of_run in zip(runs, found, strict=True):
+        for places, of_run in zip(runs, jax.device_get(found), strict=True):
             sums[places] = of_run
         return sums
 

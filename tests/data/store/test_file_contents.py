@@ -42,8 +42,9 @@ def peak(count: int, cache: Path) -> int:
 
 
 def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
-    few, many = (peak(count, tmp_path) for count in (400, 1600))
-    assert many - few < 60 * 1200  # bytes; a file held in memory takes a thousand
+    # What else the process allocates meanwhile only adds to a peak.
+    few, many = (min(peak(count, tmp_path) for _ in range(3)) for count in (400, 1600))
+    assert many - few < 20 * 1200  # bytes; a file takes a thousand in memory
 
 
 def test_the_cache_holds_the_same_bytes_of_a_long_list_as_of_a_list(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxbatch.run.weights.checksums import array_checksums, lower_checksums
+from maxbatch.run.weights.checksums import array_checksums, checksums_by, lower_checksums
 from maxbatch.system.hashing import mixed
 
 # of the numbers from 0 to 23 in the shape [2, 3, 4], and to 119 in [1, 2, 3, 4, 5]
@@ -46,3 +51,28 @@ def test_a_state_has_the_checksum_of_each_array_alone_by_a_program_of_few_arrays
     assert [x.shape for x in taken] == [*4 * [(2, 8)], *2 * [(2, 64, 64)], (64, 256), ()]
     ((taken,), _) = lower_checksums([x for x in state if x.shape != (64, 256)]).args_info
     assert [x.shape for x in taken] == [*2 * [(2, 8)], (2, 64, 64), ()], "few bytes are read twice"
+
+
+def test_on_several_cpu_devices_a_run_of_the_program_ends_before_the_next_one_begins() -> None:
+    """Of two programs in flight, each can hold threads that the other's collectives wait for."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    state = [jax.device_put(np.ones((2, 8), np.float32), NamedSharding(mesh, P("data")))] * 4
+    events: list[str] = []
+
+    class Sums:
+        def __init__(self, count: int) -> None:
+            self._sums = np.zeros(count, np.uint32)
+
+        def block_until_ready(self) -> Sums:
+            events.append("end")
+            return self
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return self._sums
+
+    def program(arrays: list[jax.Array]) -> Any:
+        events.append("begin")
+        return Sums(len(arrays))
+
+    checksums_by(program, state)(state)
+    assert events == ["begin", "end"] * 4
