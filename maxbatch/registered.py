@@ -1,5 +1,5 @@
-"""What extends the core: a row for each kind of sample, each format of files, each form of other programs' models, and
-each observer of a run's model. A row is a name and the place of an object.
+"""What extends the core: a row for each kind of sample, each format of files, each form of other
+programs' models, and each observer of a run's model. A row is a name and the place of an object.
 """
 
 from __future__ import annotations

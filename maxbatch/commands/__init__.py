@@ -1,4 +1,4 @@
-"""The commands, one module or folder each, and the table that `maxbatch --help` shows of them."""
+"""The commands, one module each, and the table that `maxbatch --help` shows of them."""
 
 from __future__ import annotations
 

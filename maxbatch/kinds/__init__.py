@@ -1,1 +1,1 @@
-"""One file per kind of sample: its behaviour on every floor, from records to loss."""
+"""One folder per kind of sample: its behaviour on every floor, from records to loss."""

@@ -1,4 +1,5 @@
-"""Observers of a run's model: tasks that its evals score, answers to records, and a text at its end.
+"""Observers of a run's model: tasks that its evals score, answers to records, and a text at its
+end.
 
 None of them changes the run. They stand around the core, which loads one when the config asks for
 it (`Table.OBSERVERS`).

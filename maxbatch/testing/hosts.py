@@ -236,7 +236,9 @@ class Hosts:
         }
 
     def close(self) -> list[Failure]:
-        """Ends the hosts after closing their sessions; returns the sessions that failed to close."""
+        """Ends the hosts after closing their sessions; returns the sessions that failed to
+        close.
+        """
         if self.is_in_test:
             self.kill()
         found = self.perform(Close(), time.monotonic() + _CLOSE_S, f"after {_CLOSE_S:g} s")

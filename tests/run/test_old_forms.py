@@ -113,12 +113,17 @@ READERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "reader",
+    [
+        # lm-eval is where this group runs
+        pytest.param(name, marks=[pytest.mark.parity, pytest.mark.slow] * (name == "evaluate"))
+        for name in READERS
+    ],
+)
 def test_every_reader_of_arrays_of_orbax_names_the_folder_and_maxbatch_0_5_0(
     trained: Path, capfd: pytest.CaptureFixture[str], reader: str
 ) -> None:
-    if reader == "evaluate":
-        pytest.importorskip("lm_eval")
     run = trained / "run"
     arrays_of_orbax(run / "checkpoints" / "2")
     Path("a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')

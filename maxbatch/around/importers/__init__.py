@@ -1,1 +1,1 @@
-"""`maxbatch import`: configs of other programs as ours."""
+"""What `maxbatch import` is made of: a table for each program whose configs become ours."""

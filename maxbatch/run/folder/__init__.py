@@ -1,1 +1,1 @@
-"""The files that runs and sweeps leave, and the supervisor of child runs. No JAX."""
+"""The files that runs leave. No JAX."""

@@ -1,9 +1,9 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
 A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded
-arrays), and `position` (JSON, `maxbatch.run.folder.position.CheckpointRecord`). A task with batches ahead
-in progress adds `ahead`, one file. Commits are atomic. A damaged checkpoint is set aside and the
-previous one is used; an unreadable one ends the run.
+arrays), and `position` (JSON, `maxbatch.run.folder.position.CheckpointRecord`). A task with batches
+ahead in progress adds `ahead`, one file. Commits are atomic. A damaged checkpoint is set aside and
+the previous one is used; an unreadable one ends the run.
 """
 
 from __future__ import annotations

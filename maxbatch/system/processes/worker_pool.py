@@ -1,9 +1,9 @@
 """A pool of worker processes; a call that crashes its worker or takes too long fails alone.
 
-A worker is a separate interpreter, `python -m maxbatch.system.processes.worker_pool`. It does not import the
-caller's main module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard
-error. Items have numbers, and an answer needs its item's number; processes forked by the function
-do not answer.
+A worker is a separate interpreter, `python -m maxbatch.system.processes.worker_pool`. It does not
+import the caller's main module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints
+to standard error. Items have numbers, and an answer needs its item's number; processes forked by
+the function do not answer.
 """
 
 from __future__ import annotations

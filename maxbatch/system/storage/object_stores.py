@@ -1,8 +1,8 @@
 """Clients of object stores: settings, retries, classified errors, requests conditional on a
 version.
 
-The packages of `maxbatch.system.storage.stores` are used through fsspec, in whose own configuration their
-settings are.
+The packages of `maxbatch.system.storage.stores` are used through fsspec, in whose own configuration
+their settings are.
 """
 
 from __future__ import annotations
