@@ -8,7 +8,7 @@ from typing import Any
 
 from maxbatch.around.harness.tasks import Tasks, check_installed
 from maxbatch.around.loaded_model import LoadedModel, refuse_module
-from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.system.errors import ConfigError
 
 

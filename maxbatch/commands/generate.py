@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_chat_model(config: Config, tokenizer: Tokenizer, path: str) -> bool:
     """Returns whether a model's config states that it was trained on conversations."""
-    from maxbatch.data.store.chat_prompts import chat_prompts
+    from maxbatch.data.tokenizers.chat_prompts import chat_prompts
 
     if not config.recipe.holds_chats and not is_huggingface_folder(path):
         return False

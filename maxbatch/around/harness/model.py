@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxbatch.around.sampling.sampler import SamplingRules
 from maxbatch.around.scoring import RowScores
-from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.chat_rendering import Message
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError

@@ -19,7 +19,7 @@ from jax.errors import JaxRuntimeError
 
 from maxbatch.around.harness.task_files import check_task_files
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.system.errors import ConfigError, TrainingError, one_line
 
 if TYPE_CHECKING:

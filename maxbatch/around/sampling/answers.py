@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from maxbatch.around.sampling.sampler import Sampler, SamplingRules
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.data.store.chat_prompts import chat_prompts
+from maxbatch.data.tokenizers.chat_prompts import chat_prompts
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.run.compile.background import Background, MakeExecutable

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxbatch.around.sampling.sampler import Samplers, SamplingRules
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.chat_rendering import Message
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State

@@ -25,7 +25,6 @@ from maxbatch.config.model_forms import END_TOKENS, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
-from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT, record_digest
@@ -36,6 +35,7 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import order_identity
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, make_tokenizer

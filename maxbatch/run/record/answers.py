@@ -22,7 +22,7 @@ from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.task import ShowText
 
 if TYPE_CHECKING:
-    from maxbatch.data.store.chat_prompts import ChatPrompts
+    from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 
 _MOST_QUESTIONS = 4
 _ROWS_PER_QUESTION = 8  # searched for questions

@@ -10,7 +10,7 @@ from maxbatch import ConfigError, load_config
 from maxbatch.around.sampling.chat import Chat
 from maxbatch.around.sampling.sampler import Sampler, SamplingRules
 from maxbatch.commands.generate import print_answer
-from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.model.decoder import Decoder
