@@ -32,8 +32,8 @@ from maxbatch.update.recipe import TrainedRecipe
 if TYPE_CHECKING:
     from maxbatch.config.combined import ProgramsConfig
     from maxbatch.data.store.store import Manifest
-    from maxbatch.data.stream.pair_rows import PairRows
     from maxbatch.data.tokenizers.tokenizer import Tokenizer
+    from maxbatch.kinds.pair.rows import PairRows
     from maxbatch.update.gradients import Objective
 
 _T = TypeVar("_T")
@@ -147,7 +147,7 @@ class PairRecipe(TrainedRecipe):
         return self._pairs(config, split).num_rows
 
     def _pairs(self, config: StreamConfig, split: Split) -> PairRows:
-        from maxbatch.data.stream.pair_rows import PairRows
+        from maxbatch.kinds.pair.rows import PairRows
 
         return PairRows(
             split.store, split.numbers_S, config.max_target_length, config.overlong, split.pad_id
