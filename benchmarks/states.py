@@ -187,6 +187,7 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     from maxbatch.parallel.hosts import gather, is_first, join
+    from maxbatch.plan.place import Place
     from maxbatch.run.folder.position import Position
     from maxbatch.run.folder.run_id import RunIdentity
     from maxbatch.run.weights.checkpoints import Checkpoints
@@ -264,7 +265,7 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
         before = _peak()
         with timed("save"):
             started = time.perf_counter()
-            saved.save(state, Position(step, step))
+            saved.save(state, Position(step, Place(step)))
             figures["save_blocks_s"] = max(gather(time.perf_counter() - started))
             saved.settle() if place == "local" else saved.close()
         if place == "local":

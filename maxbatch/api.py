@@ -33,8 +33,9 @@ from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
-from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
+from maxbatch.plan.batch import BatchPlan, ResumePoint, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.place import Place
 from maxbatch.run import pretraining
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.own import Loss, MakeModel, Optimizer, Parts
@@ -247,7 +248,7 @@ def open_feed(
         opened = open_stream(config) if stream is None else as_stream(stream, config.stream)
     samples_per_epoch = broadcast(lambda: opened.samples_per_epoch if opened else None)
 
-    def planned(resume: Resume) -> BatchPlan:
+    def planned(resume: ResumePoint) -> BatchPlan:
         return BatchPlan.from_config(
             config,
             mesh.size,
@@ -257,8 +258,8 @@ def open_feed(
             resume=resume,
         )
 
-    first_step = planned(Resume()).manager.step_at(start)
-    plan = planned(Resume(first_step, start))
+    first_step = planned(ResumePoint()).manager.step_at(start)
+    plan = planned(ResumePoint(first_step, Place(start)))
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names) or mesh.axis_names[:1]
     _check_divides(plan, mesh, axes)
     sharding = NamedSharding(

@@ -24,7 +24,7 @@ from maxbatch.system.terminal.warning import note, warn
 if TYPE_CHECKING:
     from maxbatch.commands.surviving import SurvivingMachine
     from maxbatch.config.config import Config
-    from maxbatch.plan.batch import BatchPlan, Resume
+    from maxbatch.plan.batch import BatchPlan, ResumePoint
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
     from maxbatch.system.hardware.chips import Peak
 
@@ -190,10 +190,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded_before(config: Config) -> Resume:
+def _loaded_before(config: Config) -> ResumePoint:
     """Returns the hosts that wrote and loaded a checkpoint in run_dir, to which e is relative."""
     from maxbatch.config.values import exact
-    from maxbatch.plan.batch import NEW_RUN, Resume
+    from maxbatch.plan.batch import NEW_RUN, ResumePoint
 
     if not 0 < exact(config.expansion_factor_real_data) < 1:
         return NEW_RUN
@@ -204,7 +204,8 @@ def _loaded_before(config: Config) -> Resume:
     if (step := last_saved(run_dir)) is None:
         return NEW_RUN
     with contextlib.suppress(DamagedError):
-        return Resume(0, 0, *read_record(run_dir / "checkpoints" / str(step)).hosts)
+        hosts, loading_hosts = read_record(run_dir / "checkpoints" / str(step)).hosts
+        return ResumePoint(hosts=hosts, loading_hosts=loading_hosts)
     return NEW_RUN
 
 

@@ -25,6 +25,7 @@ from maxbatch.plan.mesh_shape import (
     check_sampler_fits,
 )
 from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.plan.place import Place
 from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
@@ -39,18 +40,16 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
-class Resume(NamedTuple):
-    """The checkpoint that a run resumes: its position, and the hosts of the run that wrote it."""
+class ResumePoint(NamedTuple):
+    """The point from which a run continues, and the hosts of the run that wrote its checkpoint."""
 
     step: int = 0
-    samples_seen: int = 0
+    place: Place = Place()
     hosts: int | None = None  # None: unknown
     loading_hosts: int | None = None  # the hosts among them that read the data
-    # of `filter_groups`: the prompts of its batches; None: not stated
-    samples_planned: int | None = None
 
 
-NEW_RUN = Resume()
+NEW_RUN = ResumePoint()
 
 
 def check_batch_keys(config: PlanConfig) -> None:
@@ -136,7 +135,7 @@ class BatchPlan:
         *,
         num_slices: int = 1,
         samples_per_epoch: int | None = None,
-        resume: Resume = NEW_RUN,
+        resume: ResumePoint = NEW_RUN,
     ) -> BatchPlan:
         """Plans the batch of a run.
 
@@ -146,7 +145,7 @@ class BatchPlan:
           num_hosts: H; divides N.
           num_slices: slices that the devices span.
           samples_per_epoch: samples in one pass over the training split, where it is known.
-          resume: the checkpoint that the run resumes.
+          resume: the point from which the run continues.
 
         Raises:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
@@ -165,7 +164,7 @@ class BatchPlan:
         meshes: RunMeshes,
         num_hosts: int,
         samples_per_epoch: int | None,
-        resume: Resume,
+        resume: ResumePoint,
     ) -> BatchPlan:
         if config.evaluation.eval_tasks and num_hosts > 1:
             rule = (
@@ -180,7 +179,7 @@ class BatchPlan:
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(
-            config, unit, rl, samples_per_epoch, resume[:2], resume.samples_planned
+            config, unit, rl, samples_per_epoch, resume.step, resume.place
         )
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
@@ -324,7 +323,7 @@ def _json(number: Number | None) -> int | float | None:
 
 
 def expansion_factor(
-    config: PlanConfig, num_hosts: int | None, resume: Resume = NEW_RUN
+    config: PlanConfig, num_hosts: int | None, resume: ResumePoint = NEW_RUN
 ) -> Fraction:
     """Returns e, checked against the present hosts (None: unknown) and those that wrote the
     checkpoint.

@@ -25,6 +25,7 @@ from maxbatch.config.config import Config, as_plan
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
+from maxbatch.plan.place import Place
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.seesaw import Seesaw
@@ -124,7 +125,8 @@ class RampupBatchManager:
             meshes = RunMeshes.from_config(tried, num_devices, num_slices)
             unit = MicrobatchUnit.from_config(tried, meshes.training)
             rl = RLBatch.if_stated(tried, meshes, unit)
-            return cls.on_devices(tried, unit, rl, samples_per_epoch, anchor)
+            step, samples_seen = anchor
+            return cls.on_devices(tried, unit, rl, samples_per_epoch, step, Place(samples_seen))
 
         return accepted(as_plan(config), plan)
 
@@ -146,22 +148,22 @@ class RampupBatchManager:
         unit: MicrobatchUnit,
         rl: RLBatch | None,
         samples_per_epoch: int | None,
-        anchor: tuple[int, int],
-        samples_planned: int | None = None,
+        step: int,
+        place: Place,
     ) -> RampupBatchManager:
-        """Plans the rest of a run on devices whose unit and whose batch of pairs are known.
-
-        With `filter_groups` the plan counts the prompts of its batches, since those that are read
-        are known only afterwards: `samples_planned` until the anchor, or (None) as many as batches
-        of today's size have.
+        """Plans the rest of a run, from `step` updates and a place in the stream on, on devices
+        whose unit and whose batch of pairs are known.
         """
+        sample = place.seen
         if rl and rl.max_prompts_per_batch is not None:
-            of_batches = anchor[0] // rl.updates_per_batch * rl.batch_size
-            anchor = (anchor[0], of_batches if samples_planned is None else samples_planned)
-        split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
+            # The prompts that a batch reads are known only afterwards, so the plan counts those of
+            # its batches. A checkpoint that does not state them had batches of today's size.
+            of_batches = step // rl.updates_per_batch * rl.batch_size
+            sample = of_batches if place.planned is None else place.planned
+        split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=sample)
         manager = cls(
             split,
-            anchor,
+            (step, sample),
             steps=config.length.steps,
             data_end=data_end(config, samples_per_epoch),
             updates_per_batch=rl.updates_per_batch if rl else 1,

@@ -33,8 +33,9 @@ from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
-from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
+from maxbatch.plan.batch import BatchPlan, ResumePoint, expansion_factor
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.place import Place
 from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.agreement import check_same_start
@@ -242,7 +243,7 @@ class OpenedPretraining:
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.context.config.stream)
 
-    def plan(self, resume: Resume) -> PlannedPretraining:
+    def plan(self, resume: ResumePoint) -> PlannedPretraining:
         """Plans the run; `compiled_dir` must fit."""
         context, config = self.context, self.context.config
         check_epochs(self.planning, self.data.samples_per_epoch)
@@ -611,7 +612,7 @@ class RunningPretraining:
         counts = stream.samples_by_source(planned.end_sample) if stream is not None else None
         return state, Dispatched(
             planned=planned,
-            samples_seen=planned.end_sample,
+            place=Place(planned.end_sample),
             micro_batch_size=batch.shape.micro_batch,
             num_micro_batches=batch.num_micro_batches,
             learning_rate=at.learning_rate,

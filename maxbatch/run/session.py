@@ -22,7 +22,7 @@ from maxbatch.config.own_parts import own_parts_of
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import broadcast, is_first, warn
 from maxbatch.parallel.mesh import num_slices
-from maxbatch.plan.batch import NEW_RUN, BatchPlan, Resume
+from maxbatch.plan.batch import NEW_RUN, BatchPlan, ResumePoint
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.run.agreement import share_folder, software_of
@@ -721,7 +721,8 @@ class Session(Generic[B]):
             self.console.print(ramp_table(self.plan))
         for line in (*built.introduction, *self._changes):
             self.console.print(line)
-        (step, samples_seen, *_), data = self.position, self.opened.data
+        step, samples_seen = self.position.step, self.position.samples_seen
+        data = self.opened.data
         epoch = (
             ""
             if data.samples_per_epoch is None
@@ -793,10 +794,8 @@ class Session(Generic[B]):
         return f"{self.position.samples_seen:,} {self.opened.data.unit}"
 
 
-def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> Resume:
-    return Resume(
-        position.step, position.samples_seen, hosts[0], hosts[1], position.samples_planned
-    )
+def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> ResumePoint:
+    return ResumePoint(position.step, position.place, *hosts)
 
 
 def parameters_in_words(abstract: TrainState) -> str:

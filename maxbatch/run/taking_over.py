@@ -9,6 +9,7 @@ from collections.abc import Callable
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.place import Place
 from maxbatch.plan.stages import stated_batches
 from maxbatch.run.folder.position import Position
 from maxbatch.run.weights.foreign import ForeignState
@@ -45,7 +46,7 @@ def position_taken_over(
             "unless global_batch_size states one batch; state them; on the devices at hand "
             f"works: start_samples={here}"
         )
-    return Position(step=updates, samples_seen=samples, taken_over=updates)
+    return Position(step=updates, place=Place(samples), taken_over=updates)
 
 
 def state_taken_over(model: ModelConfig, source: ForeignState, abstract: TrainState) -> TrainState:

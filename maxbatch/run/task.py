@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.parallel.agreement import check_agreed
-from maxbatch.plan.batch import BatchPlan, Resume
+from maxbatch.plan.batch import BatchPlan, ResumePoint
+from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.folder.position import Position
@@ -69,15 +70,13 @@ class Dispatched(NamedTuple):
     """An update under way: its plan, and metrics that may not be computed yet."""
 
     planned: PlannedStep
-    samples_seen: int  # after it
+    place: Place  # after it
     micro_batch_size: int
     num_micro_batches: int
     learning_rate: float
     data_wait_s: float  # time that the update waited for its batch
     metrics: StepMetrics
     figures: Mapping[str, object] = {}  # further fields of its record, by name
-    # after it, if its batch may read more samples than it trains on
-    samples_planned: int | None = None
 
 
 class Start(NamedTuple):
@@ -127,7 +126,7 @@ class Opened(Protocol[B]):
         remedy.
         """
 
-    def plan(self, resume: Resume) -> Planned[B]:
+    def plan(self, resume: ResumePoint) -> Planned[B]:
         """Plans the run from a position on."""
 
 

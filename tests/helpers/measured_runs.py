@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxbatch import load_config
 from maxbatch.config.loading import dump_config
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.position import CheckpointRecord, Position
 from tests.helpers.tiny import TINY_RUN
 
@@ -33,7 +34,7 @@ def fake_run(
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(first, updates + 1, every):
-        write_position(path, Position(step, step * batch), checksum=step)
+        write_position(path, Position(step, Place(step * batch)), checksum=step)
     return path
 
 

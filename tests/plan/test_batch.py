@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, load_config
-from maxbatch.plan.batch import Resume, check_batch_keys
+from maxbatch.plan.batch import ResumePoint, check_batch_keys
 
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
@@ -635,7 +635,7 @@ def test_a_factor_below_one_must_be_hosts_now_over_hosts_then(
     e: str, hosts_now: int, hosts_then: int | None, works: str | None
 ) -> None:
     override = [f"expansion_factor_real_data={e}"]
-    resume = Resume(hosts=hosts_then, loading_hosts=hosts_then)
+    resume = ResumePoint(hosts=hosts_then, loading_hosts=hosts_then)
     if works is None:
         plan = plan_of(override, 8, hosts_now, resume=resume)
         # The full batch is trained, and by all hosts.
@@ -649,9 +649,11 @@ def test_a_factor_below_one_must_be_hosts_now_over_hosts_then(
 
 def test_a_factor_below_one_counts_the_hosts_that_loaded() -> None:
     """4 hosts of which 2 loaded, then 1: half as many load."""
-    plan_of(["expansion_factor_real_data=0.5"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))
+    plan_of(["expansion_factor_real_data=0.5"], 8, 1, resume=ResumePoint(hosts=4, loading_hosts=2))
     with pytest.raises(ConfigError, match=r"1/2; works: expansion_factor_real_data=0.5$"):
-        plan_of(["expansion_factor_real_data=0.25"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))
+        plan_of(
+            ["expansion_factor_real_data=0.25"], 8, 1, resume=ResumePoint(hosts=4, loading_hosts=2)
+        )
 
 
 def test_a_replica_holds_the_whole_model_however_many_devices_it_is() -> None:

@@ -14,7 +14,8 @@ from maxbatch.cli import main
 from maxbatch.config.keys import Part
 from maxbatch.config.loading import dump_config
 from maxbatch.config.sections import names_of
-from maxbatch.plan.batch import Resume
+from maxbatch.plan.batch import ResumePoint
+from maxbatch.plan.place import Place
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
 BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
@@ -292,7 +293,7 @@ def test_a_resume_of_filtered_groups_goes_on_from_the_prompts_of_its_batches() -
     def planned_at(samples_planned: int | None) -> tuple[int, int | None]:
         config = load_config(RL, [*BATCH, *keys])
         resumed = BatchPlan.from_config(
-            config, 1, resume=Resume(4, 55, samples_planned=samples_planned)
+            config, 1, resume=ResumePoint(4, Place(55, samples_planned))
         )
         return resumed.manager.anchor[1], resumed.manager.total_samples
 

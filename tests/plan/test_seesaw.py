@@ -8,7 +8,8 @@ import random
 import pytest
 
 from maxbatch import BatchPlan, ConfigError, LearningRate, load_config
-from maxbatch.plan.batch import Resume
+from maxbatch.plan.batch import ResumePoint
+from maxbatch.plan.place import Place
 from maxbatch.plan.view import ramp_table
 
 FALLING = (
@@ -140,7 +141,7 @@ def test_a_seesaw_lists_no_stage_without_updates_at_the_start_nor_on_resume() ->
         )
         assert all(stage.num_steps for stage in BatchPlan.from_config(config).stages)
         resumed = BatchPlan.from_config(
-            config, resume=Resume(rng.randrange(1, 50), rng.randrange(1, 290))
+            config, resume=ResumePoint(rng.randrange(1, 50), Place(rng.randrange(1, 290)))
         )
         listed = resumed.to_dict()["stages"]
         left_out += len(resumed.stages) - len(listed)
@@ -152,7 +153,7 @@ def test_a_seesaw_lists_no_stage_without_updates_at_the_start_nor_on_resume() ->
 
 def test_a_resume_lists_no_stage_behind_it_whose_updates_are_unknown() -> None:
     config = load_config(overrides=["batch_size_schedule=0:8 100:16 1000:24", "train_samples=900"])
-    resumed = BatchPlan.from_config(config, num_devices=8, resume=Resume(7, 123))
+    resumed = BatchPlan.from_config(config, num_devices=8, resume=ResumePoint(7, Place(123)))
     assert [
         (one["global_batch_size"], one["num_steps"]) for one in resumed.to_dict()["stages"]
     ] == [(16, 49), (24, 0)]

@@ -9,14 +9,15 @@ import pytest
 
 from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
-from maxbatch.plan.batch import Resume
+from maxbatch.plan.batch import ResumePoint
+from maxbatch.plan.place import Place
 from maxbatch.plan.unused_keys import enough_samples, visits_all
 from maxbatch.run.folder.position import CheckpointRecord, Position
 from tests.helpers.configs import write
 
 
 def warnings_of(
-    overrides: list[str], devices: int = 1, path: str | None = None, **keywords: Resume
+    overrides: list[str], devices: int = 1, path: str | None = None, **keywords: ResumePoint
 ) -> tuple[str, ...]:
     return BatchPlan.from_config(load_config(path, overrides), devices, **keywords).warnings
 
@@ -86,14 +87,17 @@ def test_a_value_with_an_effect_is_not_told(overrides: list[str]) -> None:
 
 
 def test_a_factor_below_one_is_for_a_resume() -> None:
-    assert warnings_of(["expansion_factor_real_data=0.5"], resume=Resume(5, 80, 2, 2)) == ()
+    assert (
+        warnings_of(["expansion_factor_real_data=0.5"], resume=ResumePoint(5, Place(80), 2, 2))
+        == ()
+    )
 
 
 def test_plan_compares_a_factor_below_one_with_the_checkpoint_in_run_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("maxbatch.run.folder.position.last_saved", lambda _: 5)
-    record = CheckpointRecord(Position(5, 80), {"data": {}, "model": {}}, 0, (2, 2))
+    record = CheckpointRecord(Position(5, Place(80)), {"data": {}, "model": {}}, 0, (2, 2))
     monkeypatch.setattr("maxbatch.run.folder.position.read_record", lambda _: record)
     line = ["plan", "--devices", "4", f"run_dir={tmp_path}"]
     assert main([*line, "expansion_factor_real_data=0.5"]) == 0

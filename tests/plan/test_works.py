@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, load_config
-from maxbatch.plan.batch import Resume
+from maxbatch.plan.batch import ResumePoint
+from maxbatch.plan.place import Place
 from maxbatch.plan.refusal import Refusal
 
 MACHINE = ("num_devices", "num_hosts", "num_slices")
@@ -167,7 +168,7 @@ def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str
     st.sampled_from([1, 2, 3, 4, 2560]),
     st.sampled_from([1, 1, 2, 3, 10**9]),
     st.sampled_from([None, 100]),
-    st.sampled_from([Resume(), Resume(3, 100), Resume(3, 100, 2, 2)]),
+    st.sampled_from([ResumePoint(), ResumePoint(3, Place(100)), ResumePoint(3, Place(100), 2, 2)]),
 )
 def test_what_a_message_names_works(
     stated: Stated,
@@ -175,7 +176,7 @@ def test_what_a_message_names_works(
     hosts: int,
     slices: int,
     samples_per_epoch: int | None,
-    resume: Resume,
+    resume: ResumePoint,
 ) -> None:
     machine = {"num_devices": devices, "num_hosts": hosts, "num_slices": slices}
     follow(stated, machine, samples_per_epoch=samples_per_epoch, resume=resume)

@@ -20,6 +20,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.position import CheckpointRecord, read_record
 from maxbatch.run.pretraining import train
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
@@ -264,7 +265,7 @@ def test_a_score_and_a_run_without_a_finite_value_fail(
     state = run.state()
     nan = state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params))
     with run.open() as checkpoints:
-        checkpoints.save(nan, Position(8, 128))
+        checkpoints.save(nan, Position(8, Place(128)))
     Path("a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     capfd.readouterr()
     assert (

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.position import committed_steps
 from maxbatch.run.pretraining import train
 from maxbatch.run.weights.checkpoints import Checkpoints, Position, model_identity
@@ -84,7 +85,7 @@ class Saving:
         )
 
     def save(self, step: int) -> None:
-        self.checkpoints.save(self.state, Position(step, 10 * step))
+        self.checkpoints.save(self.state, Position(step, Place(10 * step)))
 
 
 def test_an_outage_while_a_checkpoint_begins_is_waited_for(store: Store) -> None:

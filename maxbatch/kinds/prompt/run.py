@@ -35,7 +35,8 @@ from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
 from maxbatch.parallel.trees import State
-from maxbatch.plan.batch import BatchPlan, Resume
+from maxbatch.plan.batch import BatchPlan, ResumePoint
+from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.agreement import check_same_start
@@ -148,7 +149,7 @@ class OpenedPolicy:
             "more (num_generations)"
         )
 
-    def plan(self, resume: Resume) -> PlannedPolicy:
+    def plan(self, resume: ResumePoint) -> PlannedPolicy:
         """Plans the run, and divides the devices between training and sampling."""
         config, devices = self.context.config, self.context.devices
         plan = BatchPlan.from_config(
@@ -401,8 +402,10 @@ class RunningPolicy:
         filters = workshop.batch.max_prompts_per_batch is not None
         return state, Dispatched(
             planned=planned._replace(num_rows=num_pairs),
-            samples_seen=collected.end if ends_batch else collected.first,
-            samples_planned=planned.end_sample if filters else None,
+            place=Place(
+                seen=collected.end if ends_batch else collected.first,
+                planned=planned.end_sample if filters else None,
+            ),
             micro_batch_size=workshop.batch.micro_batch_size,
             num_micro_batches=num_chunks,
             learning_rate=at.learning_rate,

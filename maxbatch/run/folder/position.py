@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.metrics import samples_seen_at
 from maxbatch.system.errors import reading
 from maxbatch.system.storage.bounded import read_json
@@ -44,21 +45,64 @@ class Position(NamedTuple):
     """
 
     step: int = 0  # completed updates
-    samples_seen: int = 0  # samples of the stream that were read
+    place: Place = Place()  # in the stream
     skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
     consecutive_skips: int = 0  # of those, the ones in a row at the end
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
-    # samples of its batches, where `filter_groups` reads more; None: samples_seen
-    samples_planned: int | None = None
     # of the completed updates, those of another trainer, whose state the run began with
     taken_over: int = 0
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the stream that were read."""
+        return self.place.seen
 
     @property
     def trained_updates(self) -> int:
         """Updates of the run itself with a finite loss and gradient."""
         return self.step - self.taken_over - self.skipped_updates - self.weightless_updates
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether the counts of updates can be those of one run."""
+        return self.consecutive_skips <= self.skipped_updates and self.trained_updates >= 0
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the JSON object; the two numbers of its place are two fields."""
+        saved = {
+            "step": self.step,
+            "samples_seen": self.place.seen,
+            "skipped_updates": self.skipped_updates,
+            "consecutive_skips": self.consecutive_skips,
+            "noise_scale": self.noise_scale,
+            "weightless_updates": self.weightless_updates,
+            "best_eval": self.best_eval,
+            "samples_planned": self.place.planned,
+            "taken_over": self.taken_over,
+        }
+        return {name: value for name, value in saved.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Position:
+        """Returns the position that a JSON object holds; raises what `CheckpointRecord.from_json`
+        does.
+        """
+        planned = saved.get("samples_planned")
+        trace, square, mass = map(_finite, saved["noise_scale"])
+        return cls(
+            step=_whole(saved["step"]),
+            place=Place(
+                _whole(saved["samples_seen"]), None if planned is None else _whole(planned)
+            ),
+            skipped_updates=_whole(saved["skipped_updates"]),
+            consecutive_skips=_whole(saved["consecutive_skips"]),
+            noise_scale=NoiseScale(trace, square, mass),
+            weightless_updates=_whole(saved.get("weightless_updates", 0)),
+            best_eval=_best_eval(saved.get("best_eval", BestEval())),
+            taken_over=_whole(saved.get("taken_over", 0)),
+        )
 
 
 class StoredParameter(NamedTuple):
@@ -108,9 +152,7 @@ class CheckpointRecord(NamedTuple):
             for name, value in self._asdict().items()
             if value is not None or name == "parameters"
         }
-        saved["position"] = {
-            name: value for name, value in self.position._asdict().items() if value is not None
-        }
+        saved["position"] = self.position.to_json()
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             if stored is not None:
                 saved[part] = {name: one._asdict() for name, one in stored.items()}
@@ -127,25 +169,11 @@ class CheckpointRecord(NamedTuple):
           AttributeError, KeyError, TypeError, ValueError: the object has another form, or a value
             is out of range.
         """
-        step, samples_seen, skipped, in_a_row = (
-            _whole(saved["position"][name]) for name in Position._fields[:4]
-        )
-        trace, square, mass = map(_finite, saved["position"]["noise_scale"])
-        weightless = _whole(saved["position"].get("weightless_updates", 0))
-        best = _best_eval(saved["position"].get("best_eval", BestEval()))
-        planned = saved["position"].get("samples_planned")
-        noise, planned = (
-            NoiseScale(trace, square, mass),
-            None if planned is None else _whole(planned),
-        )
-        taken_over = _whole(saved["position"].get("taken_over", 0))
-        position = Position(
-            step, samples_seen, skipped, in_a_row, noise, weightless, best, planned, taken_over
-        )
+        position = Position.from_json(saved["position"])
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         ahead, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
         if not (
-            in_a_row <= skipped <= step - weightless - taken_over
+            position.is_consistent
             and 1 <= num_loading_hosts <= num_hosts
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
             and all(isinstance(text, str | None) for text in (ahead, run_id, line))

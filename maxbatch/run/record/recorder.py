@@ -205,14 +205,13 @@ class Recorder:
         is_weightless = not skipped and not weight > 0
         self.position = before._replace(
             step=update.planned.step,
-            samples_seen=update.samples_seen,
+            place=update.place,
             skipped_updates=before.skipped_updates + skipped,
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             noise_scale=before.noise_scale.after(
                 norm, weight, update.planned.num_rows, *noise_parts
             ),
             weightless_updates=before.weightless_updates + is_weightless,
-            samples_planned=update.samples_planned,
         )
 
     def sync(self) -> None:

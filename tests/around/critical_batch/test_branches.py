@@ -13,6 +13,7 @@ from maxbatch.around.critical_batch.branches import Branches, BranchProgress, Br
 from maxbatch.around.critical_batch.critical_size import smoothed
 from maxbatch.around.critical_batch.measured_run import MeasuredRun
 from maxbatch.around.critical_batch.plan import MeasurementPlan, check_plan, make_plan
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.outcome import Status
 from maxbatch.run.folder.position import Position
 from maxbatch.system.errors import TrainingError
@@ -96,7 +97,7 @@ def test_a_run_that_was_trained_anew_is_planned_anew_and_its_old_branches_are_re
     plan = make_plan(run, [80], factors("1,2"), None, "sqrt")
     assert check_plan(run, plan)
     Branches(run, plan, path / "critical-batch").fork()
-    write_position(path, Position(80, 1280), checksum=7)
+    write_position(path, Position(80, Place(1280)), checksum=7)
     again = MeasuredRun.read(path, 1)
     assert not check_plan(again, plan)
     other = make_plan(again, [80], factors("1,2"), None, "sqrt")

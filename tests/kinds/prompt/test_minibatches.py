@@ -107,9 +107,7 @@ def test_a_resume_between_filtered_batches_reads_on_where_the_last_one_ended(
 ) -> None:
     *_, last = train(tmp_path / "run", *FILTERED, "steps=4")
     position = read_record(tmp_path / "run/checkpoints/4").position
-    assert (
-        (position.samples_planned, position.samples_seen) == (16, last["samples_seen"]) != (16, 16)
-    )
+    assert (position.place.planned, position.place.seen) == (16, last["samples_seen"]) != (16, 16)
     assert_same_updates(train(tmp_path / "run", *FILTERED, "steps=6"), filtered)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.position import (
     BestEval,
     CheckpointRecord,
@@ -26,7 +27,7 @@ from maxbatch.run.folder.position import (
 from maxbatch.update.noise_scale import NoiseScale
 
 RECORD = CheckpointRecord(
-    Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)),
+    Position(4, Place(40), 1, 0, NoiseScale(0.5, 0.25, 1e-3)),
     {"data": {"seed": 0}, "model": {"vocab": 3}},
     7,
     (2, 1),
@@ -34,7 +35,7 @@ RECORD = CheckpointRecord(
 SUMMED = RECORD._replace(
     parameters={"embedding": StoredParameter((3, 2), "bfloat16", 11)},
     average={"embedding": StoredParameter((3, 2), "float32", 12)},
-    position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1), samples_planned=32),
+    position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1), place=Place(40, 32)),
 )
 
 
@@ -79,6 +80,15 @@ def test_what_was_written_is_read_and_only_gains_fields(tmp_path: Path) -> None:
         "consecutive_skips": 0,
         "noise_scale": [0.5, 0.25, 1e-3],
     }
+
+
+def test_the_two_numbers_of_a_place_are_two_fields_of_the_json() -> None:
+    assert json.dumps(SUMMED.to_json()["position"]) == (
+        '{"step": 4, "samples_seen": 40, "skipped_updates": 1, "consecutive_skips": 0, '
+        '"noise_scale": [0.5, 0.25, 0.001], "weightless_updates": 0, "best_eval": [1.5, 2, 1], '
+        '"samples_planned": 32, "taken_over": 0}'
+    )
+    assert "samples_planned" not in RECORD.position.to_json()
 
 
 def test_any_changed_character_is_noticed(tmp_path: Path) -> None:

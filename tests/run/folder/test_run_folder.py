@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.folder.position import CheckpointRecord, Position
 from maxbatch.run.folder.run_folder import RunFolder
@@ -149,7 +150,7 @@ def test_a_run_whose_id_is_lost_takes_the_one_that_its_newest_sound_checkpoint_h
         checkpoint = tmp_path / "checkpoints" / str(step) / "position"
         checkpoint.mkdir(parents=True)
         record = CheckpointRecord(
-            Position(step, 8 * step), {"data": {}, "model": {}}, 0, (1, 1), run_id=name
+            Position(step, Place(8 * step)), {"data": {}, "model": {}}, 0, (1, 1), run_id=name
         )
         write_json(
             checkpoint / "metadata",

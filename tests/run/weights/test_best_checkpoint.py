@@ -13,6 +13,7 @@ import pytest
 import maxbatch
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.best_checkpoint import BEST, find_best, read_best
 from maxbatch.run.folder.position import BestEval, Position, committed_steps
 from maxbatch.run.weights import checkpoint_writing
@@ -42,7 +43,7 @@ def open_checkpoints(
 def save(
     checkpoints: Checkpoints, state: TrainState, step: int, best: BestEval, is_extra: bool = False
 ) -> None:
-    checkpoints.save(state, Position(step, 10 * step, best_eval=best), is_extra=is_extra)
+    checkpoints.save(state, Position(step, Place(10 * step), best_eval=best), is_extra=is_extra)
 
 
 def test_the_best_stays_beside_the_newest_and_an_extra_one_goes_when_another_is_better(

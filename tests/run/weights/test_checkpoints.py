@@ -25,6 +25,7 @@ from flax import nnx
 from maxbatch import ConfigError, load_config
 from maxbatch.config.loading import dump_config
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.position import committed_steps
 from maxbatch.run.pretraining import train
 from maxbatch.run.weights import shard_files
@@ -51,7 +52,7 @@ class Saved:
         self.warnings: list[str] = []
         with self.open() as checkpoints:
             for step in (1, 2, 3):
-                checkpoints.save(self.state, Position(step, 10 * step))
+                checkpoints.save(self.state, Position(step, Place(10 * step)))
 
     @contextmanager
     def open(self, data: dict[str, Any] = DATA, *overrides: str) -> Iterator[Checkpoints]:
@@ -91,9 +92,9 @@ def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
     abstract = abstract_state(saved.config.update, mesh)
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, Place(30)), (1, 1))
         restored = checkpoints.restore(abstract)
-    assert restored is not None and restored.position == Position(3, 30)
+    assert restored is not None and restored.position == Position(3, Place(30))
     assert_equal(restored.state, saved.state)
     for leaf, planned in zip(
         jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True
@@ -177,17 +178,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 ) -> None:
     damage(saved.folder / "checkpoints" / "3")
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
+        assert newest_of(checkpoints) in (
+            (Position(2, Place(20)), (1, 1)),
+            (Position(3, Place(30)), (1, 1)),
+        )
         restored = checkpoints.restore(saved.abstract)
-        assert restored is not None and restored.position == Position(2, 20)
+        assert restored is not None and restored.position == Position(2, Place(20))
         assert_equal(restored.state, saved.state)
         # nothing blocks the same step's next save
-        checkpoints.save(restored.state, Position(3, 30))
+        checkpoints.save(restored.state, Position(3, Place(30)))
     (warning,) = saved.warnings
     assert "checkpoint 3" in warning and "checkpoints-damaged" in warning
     assert (saved.folder / "checkpoints-damaged" / "3").is_dir(), "set aside, not deleted"
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, Place(30)), (1, 1))
 
 
 def change_the_index(index: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -234,7 +238,7 @@ def test_an_index_with_a_right_checksum_and_wrong_fields_is_damaged(
         read_parameters(saved)
     with saved.open() as checkpoints:
         restored = checkpoints.restore(saved.abstract)
-    assert restored is not None and restored.position == Position(2, 20)
+    assert restored is not None and restored.position == Position(2, Place(20))
     assert len(saved.warnings) == 1
 
 
@@ -256,7 +260,7 @@ def test_a_damaged_checkpoint_on_another_disk_is_set_aside_on_that_disk(
     with saved.open() as checkpoints:
         restored = checkpoints.restore(saved.abstract)
         assert restored is not None and restored.position.step == 2
-        checkpoints.save(restored.state, Position(3, 30))
+        checkpoints.save(restored.state, Position(3, Place(30)))
     (warning,) = saved.warnings
     assert (
         f"moved to {saved.folder}/checkpoints/damaged-3" in warning
@@ -327,11 +331,13 @@ def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, n
     saved.folder = tmp_path / name / "run"
     saved.folder.mkdir(parents=True)
     with saved.open() as checkpoints:
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
     with saved.open() as checkpoints:
         restored = checkpoints.restore(saved.abstract)
         assert checkpoints.has(4) and not checkpoints.has(3)
-    assert restored is not None and restored.position == Position(4, 40) and not saved.warnings
+    assert (
+        restored is not None and restored.position == Position(4, Place(40)) and not saved.warnings
+    )
     assert_equal(restored.state, saved.state)
     assert [path.name for path in (saved.folder / "checkpoints").iterdir()] == ["4"]
     read_parameters(saved)
@@ -355,16 +361,16 @@ def test_a_disk_that_is_full_during_a_save_is_one_error(
     capfd.readouterr()
     refused = pytest.raises(ConfigError, match=r"checkpoints: cannot be written \(File too large\)")
     with refused, saved.open() as checkpoints, files_of_at_most(8000):
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
         if closes:
             checkpoints.close()
-        checkpoints.save(saved.state, Position(5, 50))
+        checkpoints.save(saved.state, Position(5, Place(50)))
     assert "Traceback" not in capfd.readouterr().err
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
-        checkpoints.save(saved.state, Position(4, 40))  # with room again it goes on
+        assert newest_of(checkpoints) == (Position(3, Place(30)), (1, 1))
+        checkpoints.save(saved.state, Position(4, Place(40)))  # with room again it goes on
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(4, 40), (1, 1))
+        assert newest_of(checkpoints) == (Position(4, Place(40)), (1, 1))
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"2", "3", "4"}
 
 
@@ -377,7 +383,7 @@ def test_a_full_disk_says_so_and_leaves_nothing(
     monkeypatch.setattr(shard_files, "write_parts", refuse)
     with saved.open() as checkpoints:
         checkpoints.newest()
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
         with pytest.raises(TrainingError, match="checkpoints: no space left on the disk"):
             checkpoints.close()
         assert checkpoints.fate == "step 3 is saved"
@@ -391,7 +397,7 @@ def test_a_half_written_checkpoint_does_not_count_and_the_next_start_removes_it(
     half.mkdir(parents=True)
     (half / "part").write_text("half")
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, Place(30)), (1, 1))
         restored = checkpoints.restore(saved.abstract)
     assert restored is not None and restored.position.step == 3 and not saved.warnings
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"1", "2", "3"}
@@ -408,7 +414,7 @@ def test_a_save_waits_for_no_file(saved: Saved, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shard_files, "write_parts", wait_and_write)
     with saved.open() as checkpoints:
         checkpoints.newest()
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
         assert begun.wait(60) and checkpoints.has(4) and committed_steps(saved.folder) == [3, 2, 1]
         assert checkpoints.fate == "step 3 is saved, and perhaps step 4"
         may_go_on.set()
@@ -439,15 +445,15 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differing_keys(
 
 def test_only_the_newest_are_kept(saved: Saved) -> None:
     with saved.open() as checkpoints:
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
     assert sorted(p.name for p in (saved.folder / "checkpoints").iterdir()) == ["2", "3", "4"]
 
 
 def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
     with saved.open() as checkpoints:
-        checkpoints.save(saved.state, Position(4, 2**53 + 1))
+        checkpoints.save(saved.state, Position(4, Place(2**53 + 1)))
     with saved.open() as checkpoints:
-        assert newest_of(checkpoints) == (Position(4, 2**53 + 1), (1, 1))
+        assert newest_of(checkpoints) == (Position(4, Place(2**53 + 1)), (1, 1))
     record = json.loads((saved.folder / "checkpoints" / "4" / "position" / "metadata").read_text())
     assert record["position"]["samples_seen"] == 2**53 + 1
 
@@ -520,7 +526,7 @@ def test_a_checkpoint_that_hashed_a_part_of_a_store_is_of_maxbatch_0_5_0(saved: 
     with saved.open(hashed) as checkpoints:
         with pytest.raises(ConfigError, match=r"maxbatch==0\.5\.0 still reads it"):
             checkpoints.newest()
-        checkpoints.save(saved.state, Position(4, 40))
+        checkpoints.save(saved.state, Position(4, Place(40)))
     with (
         saved.open(hashed | {"all tokens": "3"}) as checkpoints,
         pytest.raises(ConfigError, match="all tokens: '1' there"),

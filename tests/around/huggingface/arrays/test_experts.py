@@ -18,6 +18,7 @@ from maxbatch.around.huggingface.folder.config_json import model_keys, read_conf
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.place import Place
 from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.system.errors import ConfigError
@@ -181,7 +182,7 @@ def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_th
     checkpoints = Checkpoints(
         tmp_path / "run", 1, {"data": {}, "model": model_identity(keys)}, pytest.fail
     )
-    checkpoints.save(state, Position(1, 8))
+    checkpoints.save(state, Position(1, Place(8)))
     checkpoints.close()
     (tmp_path / "run" / "config.yml").write_text(dump_config(config))
     export_model(str(tmp_path / "run"), str(tmp_path / "out"), None)
