@@ -80,7 +80,7 @@ from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
 
 if TYPE_CHECKING:
-    from maxbatch.run.reference import FoundReference, Reference
+    from maxbatch.kinds.pair.reference import FoundReference, Reference
 
 CONFIGURED = Parts()  # no part is the user's own code
 
@@ -409,7 +409,7 @@ class PlannedPretraining:
         return found
 
     def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference:
-        from maxbatch.run.reference import REFERENCE_FILE, Reference, find_reference
+        from maxbatch.kinds.pair.reference import REFERENCE_FILE, Reference, find_reference
 
         opened, total = self.opened, self.plan.total_samples
         assert total is not None, "data that are here have known epochs"
@@ -506,7 +506,7 @@ class BuiltPretraining:
         streams = opened.stream, self.held_out.stream
         if self.found_reference is None:
             return streams
-        from maxbatch.run.reference import with_reference
+        from maxbatch.kinds.pair.reference import with_reference
 
         with opened.context.sessions.during(TimePart.START_UP):
             reference = self._completed(self.found_reference)
@@ -517,7 +517,7 @@ class BuiltPretraining:
         """Returns a reference once the samples that it lacks are computed and its file holds
         all.
         """
-        from maxbatch.run.reference import REFERENCE_FILE
+        from maxbatch.kinds.pair.reference import REFERENCE_FILE
 
         planned, context, reference = self.planned, self.opened.context, found.reference
         if found.missing:

@@ -31,7 +31,7 @@ from maxbatch.update.state import TrainState, abstract_state, adapted_shapes, in
 from maxbatch.update.step import abstract_settings, make_train_step
 
 if TYPE_CHECKING:
-    from maxbatch.run.reference import ReferencePass
+    from maxbatch.kinds.pair.reference import ReferencePass
 
 
 def step_name(shape: BatchShape) -> str:
@@ -87,7 +87,7 @@ class Programs:
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
         """Returns the pass that computes the samples' reference, `batch_size` at a time."""
-        from maxbatch.run.reference import ReferencePass
+        from maxbatch.kinds.pair.reference import ReferencePass
 
         num_answers = self._objective.num_referred
         return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)

@@ -154,7 +154,7 @@ class PairRecipe(TrainedRecipe):
         )
 
     def objective(self, config: ProgramsConfig) -> Objective:
-        from maxbatch.update.preferences import preference_objective
+        from maxbatch.kinds.pair.objective import preference_objective
 
         return preference_objective(config.preferences)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
+from maxbatch.kinds.pair.reference import REFERENCE_FILE, Reference
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import train
 from maxbatch.run.record.recorder import Record
-from maxbatch.run.reference import REFERENCE_FILE, Reference
 from maxbatch.system.errors import ConfigError, TrainingError
 from tests.helpers.chats import chat_config, write_jsonl
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
+from maxbatch.kinds.pair.answers import Answers, reference_of, score_answers, weigh_answers
 from maxbatch.model.decoder import Decoder
-from maxbatch.update.answers import Answers, reference_of, score_answers, weigh_answers
 from maxbatch.update.gradients import Objective, ObjectiveSums
 
 _LARGEST_MEAN = -1e-6  # of an answer's log-probabilities; the odds of a certain answer are infinite

@@ -10,9 +10,9 @@ from flax import nnx
 
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
+from maxbatch.kinds.pair.answers import Answers, score_answers
+from maxbatch.kinds.pair.objective import pair_losses
 from maxbatch.model.decoder import Decoder
-from maxbatch.update.answers import Answers, score_answers
-from maxbatch.update.preferences import pair_losses
 from tests.helpers.tiny import LENGTH, tiny_config
 
 M = 6

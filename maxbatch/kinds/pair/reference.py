@@ -31,13 +31,13 @@ from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
 from maxbatch.data.stream.stream import ReadPart, Stream
+from maxbatch.kinds.pair.answers import score_answers
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage.storage import AnyPath
-from maxbatch.update.answers import score_answers
 from maxbatch.update.model_on_mesh import ModelOnMesh
 
 REFERENCE_FILE = "reference.bin"
