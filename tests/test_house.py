@@ -49,7 +49,6 @@ WALLS = {
         "DecoderConfig",
         "MeshConfig",
         "ModelOptimizerConfig",
-        "PreferenceConfig",
     },
     "run/weights": {"UpdateConfig", "AdapterConfig", "DecoderConfig", "ModelConfig"},
     "around/huggingface/folder": {"DecoderConfig"},

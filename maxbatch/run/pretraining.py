@@ -73,14 +73,14 @@ from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.origin import Source
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
-from maxbatch.system.terminal.folding import counted, folded_command
+from maxbatch.system.terminal.folding import folded_command
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
 
 if TYPE_CHECKING:
-    from maxbatch.kinds.pair.reference import FoundReference, Reference
+    from maxbatch.update.reference import FoundReference
 
 CONFIGURED = Parts()  # no part is the user's own code
 
@@ -337,7 +337,7 @@ class PlannedPretraining:
         reads = self._reads(held_out)
         check_agreed(reads, "give every host the same files")
         with opened.context.sessions.during(TimePart.RESTORING):
-            found = self._find_reference(start, held_out) if opened.objective.num_referred else None
+            found = self._find_reference(start, held_out)
             # A checkpoint lacks the model that adapters adapt.
             if start.is_new or (found and found.missing) or self.abstract.frozen is not None:
                 if config.load_full_state_path:
@@ -408,17 +408,17 @@ class PlannedPretraining:
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
 
-    def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference:
-        from maxbatch.kinds.pair.reference import REFERENCE_FILE, Reference, find_reference
-
+    def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference | None:
         opened, total = self.opened, self.plan.total_samples
+        reference = opened.objective.reference
+        if reference is None:
+            return None
         assert total is not None, "data that are here have known epochs"
         # The first epoch has every sample; the sources of a mixture have epochs of their own.
         last = min(total, opened.data.samples_per_epoch or total)
         bounds = opened.context.config.evaluation
-        return find_reference(
-            opened.context.folder.path / REFERENCE_FILE,
-            Reference(opened.recipe.unit, opened.objective.num_referred),
+        return reference.find(
+            opened.context.folder.path,
             start.parameters.origin.mark,
             start.position.step > 0,
             ReadPart(opened.stream, last),
@@ -503,38 +503,26 @@ class BuiltPretraining:
         has one.
         """
         opened = self.opened
-        streams = opened.stream, self.held_out.stream
-        if self.found_reference is None:
+        found, streams = self.found_reference, (opened.stream, self.held_out.stream)
+        if found is None:
             return streams
-        from maxbatch.kinds.pair.reference import with_reference
-
         with opened.context.sessions.during(TimePart.START_UP):
-            reference = self._completed(self.found_reference)
-        one, other = (stream and with_reference(stream, reference) for stream in streams)
+            self._complete(found)
+        one, other = (stream and found.beside(stream) for stream in streams)
         return one, other
 
-    def _completed(self, found: FoundReference) -> Reference:
-        """Returns a reference once the samples that it lacks are computed and its file holds
-        all.
-        """
-        from maxbatch.kinds.pair.reference import REFERENCE_FILE
-
-        planned, context, reference = self.planned, self.opened.context, found.reference
+    def _complete(self, found: FoundReference) -> None:
+        """Computes what a reference lacks, and writes its file if it has changed."""
+        planned, context = self.planned, self.opened.context
         if found.missing:
-            count = counted(sum(end - first for _, first, end in found.missing), reference.unit)
-            context.console.print(
-                f"reference: log-probabilities of {count}, under the first parameters"
-            )
+            context.console.print(found.introduction)
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
             score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
-            for stream, first, end in found.missing:
-                reference.add(*reading(score, params, stream, first, end))
-            reference.origin = self.start.parameters.origin.mark
-        is_new = found.is_other or found.missing
-        if is_new and is_first() and context.config.enable_checkpointing:
-            context.folder.write(REFERENCE_FILE, reference.to_bytes())
-        return reference
+            found.complete(partial(reading, score, params))
+        file = found.changed_file()
+        if file and is_first() and context.config.enable_checkpointing:
+            context.folder.write(*file)
 
     def _full_state(self) -> TrainState | None:
         """Returns the state that `load_full_state_path` names; None if it is empty."""

@@ -31,7 +31,7 @@ from maxbatch.update.state import TrainState, abstract_state, adapted_shapes, in
 from maxbatch.update.step import abstract_settings, make_train_step
 
 if TYPE_CHECKING:
-    from maxbatch.kinds.pair.reference import ReferencePass
+    from maxbatch.update.reference import ReferencePass
 
 
 def step_name(shape: BatchShape) -> str:
@@ -77,7 +77,7 @@ class Programs:
         self.mesh: Mesh = lay_out(shape, devices)
         self._expansion = expansion
         self.placement = self._placement(
-            REFERENCE_DTYPES if objective.num_referred else BATCH_DTYPES
+            BATCH_DTYPES if objective.reference is None else REFERENCE_DTYPES
         )
 
     def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
@@ -87,10 +87,9 @@ class Programs:
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
         """Returns the pass that computes the samples' reference, `batch_size` at a time."""
-        from maxbatch.kinds.pair.reference import ReferencePass
-
-        num_answers = self._objective.num_referred
-        return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)
+        reference = self._objective.reference
+        assert reference is not None, "the objective has one"
+        return reference.make_pass(self.config, self._placement(BATCH_DTYPES), batch_size)
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -127,7 +126,7 @@ class Programs:
         checksums.
         """
         yield INIT, self.init()
-        if self._objective.num_referred:
+        if self._objective.reference is not None:
             reference = self.reference_pass(eval_batch_size)
             yield reference.name, reference.lower(self.abstract.model)
         if self.config.evaluation.eval_interval > 0:

@@ -11,7 +11,7 @@ the data axis, after the last micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from maxbatch.update.layer_gradients import SummingLayers
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.state import ModelMaker
+
+if TYPE_CHECKING:
+    from maxbatch.update.reference import Reference
 
 # axes that split the rows of a data shard
 PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
@@ -65,8 +68,7 @@ class Objective(NamedTuple):
     others: tuple[str, ...] = ()  # names of the other sums
     weigh: Callable[[Any], jax.Array] = sum_of_weights  # weight_sum of rows, for the balance terms
     make_model: ModelMaker | None = None  # makes the trained model; None: the config's Decoder
-    # answers per sample compared with the first parameters (`reference` of the rows)
-    num_referred: int = 0
+    reference: Reference | None = None  # figures of the first parameters, beside the rows
 
 
 def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:

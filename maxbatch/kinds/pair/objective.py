@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.kinds.pair.answers import Answers, reference_of, score_answers, weigh_answers
+from maxbatch.kinds.pair.reference import AnswersReference
 from maxbatch.model.decoder import Decoder
 from maxbatch.update.gradients import Objective, ObjectiveSums
 
@@ -42,7 +43,8 @@ def preference_objective(config: PreferenceConfig) -> Objective:
         return ObjectiveSums(jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing)
 
     others, weigh = ("margin", "pair_accuracy"), partial(weigh_answers, num_answers=2)
-    return Objective(sums, others, weigh, num_referred=2 if has_reference else 0)
+    reference = AnswersReference("pair", 2) if has_reference else None
+    return Objective(sums, others, weigh, reference=reference)
 
 
 def pair_losses(

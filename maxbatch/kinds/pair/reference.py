@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,17 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage.storage import AnyPath
+from maxbatch.system.terminal.folding import counted
 from maxbatch.update.model_on_mesh import ModelOnMesh
+from maxbatch.update.reference import SampleRange
 
 REFERENCE_FILE = "reference.bin"
+Figures = tuple[np.ndarray, np.ndarray]  # of n samples: hashes, uint64[n], and float32[n, A]
 _READ_SAMPLES = 1024  # samples per read, when looking for unknown ones
 
 
 @dataclasses.dataclass
-class Reference:
+class KnownAnswers:
     """The known log-probabilities.
 
     Attributes:
@@ -124,7 +127,7 @@ class Reference:
         )
 
     @classmethod
-    def read(cls, path: AnyPath, unit: str, num_answers: int) -> Reference | None:
+    def read(cls, path: AnyPath, unit: str, num_answers: int) -> KnownAnswers | None:
         """Reads a file; None if it is missing or damaged."""
         try:
             head, _, arrays = path.read_bytes().partition(b"\n")
@@ -141,9 +144,9 @@ class Reference:
             return None
 
 
-def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> Reference | None:
+def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> KnownAnswers | None:
     """Reads a file if every host can read it; else None."""
-    found = Reference.read(path, unit, num_answers)
+    found = KnownAnswers.read(path, unit, num_answers)
     return found if all(gather(found is not None)) else None
 
 
@@ -168,7 +171,7 @@ def _joined(halves_nx2: np.ndarray) -> np.ndarray:
 class ReferredRows:
     """A stream's samples with the reference's log-probabilities."""
 
-    def __init__(self, samples: SampleRows, reference: Reference) -> None:
+    def __init__(self, samples: SampleRows, reference: KnownAnswers) -> None:
         self.samples, self.reference, self.row_length = samples, reference, samples.row_length
 
     def place(self, index: int) -> SampleOrigin:
@@ -182,58 +185,92 @@ class ReferredRows:
         return self.samples.stats()
 
 
-def with_reference(stream: Stream, reference: Reference) -> Stream:
-    """Adds `reference`, float32[W], to the samples of a stream."""
-    return dataclasses.replace(stream, samples=ReferredRows(stream.samples, reference))
+@dataclasses.dataclass
+class FoundAnswers:
+    """The log-probabilities of a run as an earlier start left them.
 
-
-class FoundReference(NamedTuple):
-    """The reference of a run as an earlier start left it."""
-
-    reference: Reference
-    # ranges of samples without a reference: (stream, first, end)
-    missing: list[tuple[Stream | None, int, int]]
-    is_other: bool  # whether the file states other held-out samples
-
-
-def find_reference(
-    path: AnyPath, new: Reference, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
-) -> FoundReference:
-    """Returns what is known of the reference of all samples that a run reads: the file of an
-    earlier start.
-
-    A new run computes it from its parameters, whatever an attempt that was killed before its first
-    checkpoint left.
-
-    Args:
-      mark: of the first parameters (`RunOrigin.mark`).
-      resumes: whether the run has a checkpoint.
+    Attributes:
+      known: the log-probabilities.
+      mark: of the first parameters.
+      missing: samples without a reference.
+      is_other: whether the file states other held-out samples.
     """
-    known = read_on_all_hosts(path, new.unit, new.num_answers) if resumes else new
-    if known is None or (known.origin and mark and known.origin != mark):
-        why = "missing or damaged" if known is None else "of another run"
-        warn(f"{path}: {why}; the reference is computed again from the first parameters")
-        known = new
-    stream = held_out.stream
-    identity = broadcast(lambda: digest_of(stream.identity if stream is not None else None))
-    is_other = identity != known.held_out  # other samples, or a file made before it stated them
-    if is_other:
-        is_known = all(
-            gather(
-                known.knows(stream.samples, held_out.num_samples) if stream is not None else True
+
+    known: KnownAnswers
+    mark: str
+    missing: list[SampleRange]
+    is_other: bool
+
+    @property
+    def introduction(self) -> str:
+        count = counted(sum(end - first for _, first, end in self.missing), self.known.unit)
+        return f"reference: log-probabilities of {count}, under the first parameters"
+
+    def complete(self, figures_of: Callable[[SampleRange], Figures]) -> None:
+        for samples in self.missing:
+            self.known.add(*figures_of(samples))
+        self.known.origin = self.mark
+
+    def changed_file(self) -> tuple[str, bytes] | None:
+        is_new = self.is_other or self.missing
+        return (REFERENCE_FILE, self.known.to_bytes()) if is_new else None
+
+    def beside(self, stream: Stream) -> Stream:
+        return dataclasses.replace(stream, samples=ReferredRows(stream.samples, self.known))
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswersReference:
+    """The reference of samples with answers (`maxbatch.update.reference.Reference`).
+
+    Attributes:
+      unit: the kind of sample, in a word.
+      num_answers: A.
+    """
+
+    unit: str
+    num_answers: int
+
+    def find(
+        self, folder: AnyPath, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
+    ) -> FoundAnswers:
+        """Returns the log-probabilities of all samples that a run reads, as its file has them.
+
+        A new run computes them from its parameters, whatever an attempt that was killed before its
+        first checkpoint left.
+        """
+        path, new = folder / REFERENCE_FILE, KnownAnswers(self.unit, self.num_answers)
+        known = read_on_all_hosts(path, self.unit, self.num_answers) if resumes else new
+        if known is None or (known.origin and mark and known.origin != mark):
+            why = "missing or damaged" if known is None else "of another run"
+            warn(f"{path}: {why}; the reference is computed again from the first parameters")
+            known = new
+        stream = held_out.stream
+        identity = broadcast(lambda: digest_of(stream.identity if stream is not None else None))
+        is_other = identity != known.held_out  # other samples, or a file made before it stated them
+        if is_other:
+            is_known = all(
+                gather(
+                    known.knows(stream.samples, held_out.num_samples)
+                    if stream is not None
+                    else True
+                )
             )
-        )
-        known.num_held_out, known.held_out = held_out.num_samples if is_known else 0, identity
-    parts = [
-        (read.stream, known.num_samples, read.num_samples),
-        (stream, known.num_held_out, held_out.num_samples),
-    ]
-    known.num_samples = max(known.num_samples, read.num_samples)
-    known.num_held_out = max(known.num_held_out, held_out.num_samples)
-    return FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
+            known.num_held_out, known.held_out = held_out.num_samples if is_known else 0, identity
+        ranges = [
+            SampleRange(read.stream, known.num_samples, read.num_samples),
+            SampleRange(stream, known.num_held_out, held_out.num_samples),
+        ]
+        known.num_samples = max(known.num_samples, read.num_samples)
+        known.num_held_out = max(known.num_held_out, held_out.num_samples)
+        missing = [samples for samples in ranges if samples.end > samples.first]
+        return FoundAnswers(known, mark, missing, is_other)
+
+    def make_pass(self, config: UpdateConfig, placement: Placement, batch_size: int) -> AnswersPass:
+        return AnswersPass(config, placement, batch_size, self.num_answers)
 
 
-class ReferencePass:
+class AnswersPass:
     """A forward pass over samples with given parameters.
 
     Args:
@@ -271,14 +308,12 @@ class ReferencePass:
     def lower(self, abstract_params: State) -> jax.stages.Lowered:
         return self._score.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
-    def __call__(
-        self, score: jax.stages.Compiled, params: State, stream: Stream | None, first: int, end: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n,
-        A].
+    def __call__(self, score: jax.stages.Compiled, params: State, samples: SampleRange) -> Figures:
+        """Returns hash and log-probabilities of samples: uint64[n], float32[n, A].
 
-        `score` is the compiled program; `stream` is None on a host without rows.
+        `score` is the compiled program.
         """
+        stream, first, end = samples
         hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, self._num_answers), np.float32)]
         with BatchLoader(stream, self._placement, in_passes(first, end, self._shape)) as loader:
             for num_rows, batch in loader.batches():

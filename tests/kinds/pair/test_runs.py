@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
-from maxbatch.kinds.pair.reference import REFERENCE_FILE, Reference
+from maxbatch.kinds.pair.reference import REFERENCE_FILE, KnownAnswers
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import train
 from maxbatch.run.record.recorder import Record
@@ -143,9 +143,9 @@ def test_held_out_pairs_that_a_resume_brings_are_compared_with_their_own_referen
 def test_a_pair_that_the_reference_lacks_is_an_error() -> None:
     tokens, ones = np.array([[1, 2, 3, 4]], np.int32), np.ones((1, 4))
     rows = {"tokens": tokens, "segments": ones.astype(np.int32), "weights": ones.astype(np.float32)}
-    known = Reference("pair", 2)
+    known = KnownAnswers("pair", 2)
     known.add(np.array([1, 2**64 - 1], np.uint64), np.ones((2, 2), np.float32))
-    for reference in (known, Reference("pair", 2)):
+    for reference in (known, KnownAnswers("pair", 2)):
         with pytest.raises(TrainingError, match="1 of 1 pairs are not in the reference"):
             reference.beside(rows)
 
@@ -241,12 +241,12 @@ def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:
 
 
 def test_a_reference_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
-    known = Reference("pair", 2, 7, 2)
+    known = KnownAnswers("pair", 2, 7, 2)
     known.add(np.array([9, 1, 5], np.uint64), np.array([[1, 2], [3, 4], [5, 6]], np.float32))
     known.add(np.array([5, 2], np.uint64), np.array([[7, 8], [9, 10]], np.float32))
     path = tmp_path / REFERENCE_FILE
     path.write_bytes(known.to_bytes())
-    found = Reference.read(path, "pair", 2)
+    found = KnownAnswers.read(path, "pair", 2)
     assert found is not None and (found.num_samples, found.num_held_out) == (7, 2)
     assert found.hashes_K.tolist() == [1, 2, 5, 9]
     assert found.logprobs_KxA.tolist() == [[3, 4], [9, 10], [5, 6], [1, 2]]
@@ -254,14 +254,14 @@ def test_a_reference_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     damaged[-3] ^= 1
     for content in (bytes(damaged), known.to_bytes()[:-1], b"", json.dumps({"pairs": 0}).encode()):
         path.write_bytes(content)
-        assert Reference.read(path, "pair", 2) is None
-    assert Reference.read(tmp_path / "missing", "pair", 2) is None
+        assert KnownAnswers.read(path, "pair", 2) is None
+    assert KnownAnswers.read(tmp_path / "missing", "pair", 2) is None
 
 
 def test_a_reference_has_as_many_figures_as_a_sample_has_answers(tmp_path: Path) -> None:
-    known = Reference("answer", 1)
+    known = KnownAnswers("answer", 1)
     known.add(np.array([3, 1], np.uint64), np.array([[1], [2]], np.float32))
     (tmp_path / REFERENCE_FILE).write_bytes(known.to_bytes())
-    found = Reference.read(tmp_path / REFERENCE_FILE, "answer", 1)
+    found = KnownAnswers.read(tmp_path / REFERENCE_FILE, "answer", 1)
     assert found is not None and found.logprobs_KxA.tolist() == [[2], [1]]
-    assert Reference.read(tmp_path / REFERENCE_FILE, "pair", 2) is None
+    assert KnownAnswers.read(tmp_path / REFERENCE_FILE, "pair", 2) is None

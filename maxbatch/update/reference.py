@@ -1,0 +1,80 @@
+"""What an objective compares its samples with: figures of each under the first parameters.
+
+They are computed once, before the first update, and read beside the samples. These are types
+alone: the kind of sample that has such an objective brings the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from maxbatch.config.combined import UpdateConfig
+from maxbatch.data.feed.placement import Placement
+from maxbatch.data.stream.stream import ReadPart, Stream
+from maxbatch.parallel.trees import State
+from maxbatch.system.storage.storage import AnyPath
+
+
+class SampleRange(NamedTuple):
+    """Samples of a stream."""
+
+    stream: Stream | None  # None on a host that reads no rows
+    first: int
+    end: int
+
+
+class ReferencePass(Protocol):
+    """A forward pass over samples with given parameters."""
+
+    @property
+    def name(self) -> str:
+        """Name of the compiled program."""
+
+    def lower(self, abstract_params: State) -> jax.stages.Lowered: ...
+
+    def __call__(self, score: jax.stages.Compiled, params: State, samples: SampleRange) -> Any:
+        """Returns the figures of samples; `score` is the compiled program."""
+
+
+class FoundReference(Protocol):
+    """The reference of a run as an earlier start left it."""
+
+    @property
+    def missing(self) -> Sequence[SampleRange]:
+        """Samples without a reference."""
+
+    @property
+    def introduction(self) -> str:
+        """A line of what is computed for the missing samples."""
+
+    def complete(self, figures_of: Callable[[SampleRange], Any]) -> None:
+        """Adds the missing samples, whose figures a pass gives."""
+
+    def changed_file(self) -> tuple[str, bytes] | None:
+        """Returns the name and the content of its file in the run folder; None: it is there."""
+
+    def beside(self, stream: Stream) -> Stream:
+        """Adds `reference`, float32[W], to the samples of a stream."""
+
+
+class Reference(Protocol):
+    """The reference of an objective."""
+
+    def find(
+        self, folder: AnyPath, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
+    ) -> FoundReference:
+        """Returns what is known of the reference of all samples that a run reads.
+
+        Args:
+          folder: the run folder.
+          mark: of the first parameters (`RunOrigin.mark`).
+          resumes: whether the run has a checkpoint.
+        """
+
+    def make_pass(
+        self, config: UpdateConfig, placement: Placement, batch_size: int
+    ) -> ReferencePass:
+        """Returns a pass over samples without a reference, `batch_size` at a time."""
