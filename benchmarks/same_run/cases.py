@@ -254,6 +254,13 @@ CASES = {
         "GRPOTrainer",
         **_GRPO,
     ),
+    "trl_grpo_reused": _trl(
+        "`GRPOTrainer`, each batch used twice, `beta=0.04`",
+        "GRPOTrainer",
+        **_GRPO,
+        num_iterations=2,
+        beta=0.04,
+    ),
     "maxtext_mixtral_masked": _maxtext(
         "mixtral, balance loss, 2 passes of unequal tokens",
         "mixtral",
@@ -290,6 +297,17 @@ CASES = {
     "maxtext_deepseek": _maxtext("deepseek", "deepseek", *DEEPSEEK),
     "maxtext_gemma3_whole": _maxtext(
         "gemma3, its embedding not rounded", "gemma3", *GEMMA3, whole_embedding=True
+    ),
+    "maxtext_gemma2_whole": _maxtext(
+        "gemma2, its embedding not rounded",
+        "gemma2",
+        "model_name=gemma2-2b",
+        "base_num_decoder_layers=1",
+        "sliding_window_size=8",
+        whole_embedding=True,
+    ),
+    "maxtext_gemma_whole": _maxtext(
+        "gemma, its embedding not rounded", "gemma", "model_name=gemma-2b", whole_embedding=True
     ),
     "maxtext_z_loss": _maxtext("llama2, `z_loss_multiplier`", "llama2", "z_loss_multiplier=0.01"),
     "maxtext_sft": _maxtext(

@@ -26,6 +26,7 @@ from maxbatch.around.importers.shell import (
 )
 from maxbatch.around.importers.translation import Displaced, NameOfFile, Stated
 from maxbatch.config.keys import Fixes
+from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import NULLS, shown, shown_path
@@ -77,6 +78,10 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         return words | own, notes
     if name in presets():
         words = _below_model(words, name)
+        block = load_config(overrides=[f"model_name={name}"]).model.decoder_block
+        if own.get("decoder_block") == block:
+            # The model's file states all that its block needs, so the block's rows need not ask.
+            own["decoder_block"] = Displaced(block)
     else:
         folders = [
             path.parent,
@@ -86,8 +91,8 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         model = next(
             filter(None, (_near(folder, f"models/{plain}.yml") for folder in folders)), None
         )
-        if model is None:
-            return words | own, notes
+        if model is None:  # its name is refused, and what else its file states is not known
+            return _below_model(words | own, name), notes
         if model.resolve() != path.resolve():
             words |= read_yaml(model)
         own["model_name"] = NameOfFile(name)

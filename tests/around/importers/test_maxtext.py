@@ -764,3 +764,35 @@ def test_scores_of_a_gemma_with_other_heads_are_divided_by_the_root_of_their_wid
     command = f"python3 -m maxtext.trainers.pre_train.train {words}\n"
     config, _ = imported("maxtext", tmp_path / "run.sh", command)
     assert (config.head_dim, config.query_pre_attn_scalar) == (16, 16)
+
+
+_PUBLISHED = (
+    "python3 -m maxtext.trainers.pre_train.train base_output_directory=a run_name=b "
+    "dataset_type=synthetic override_model_config=true model_name={} {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("olmo3-7b", "olmo3"),
+        ("gpt-oss-20b", "gpt_oss"),
+        ("deepseek3-671b", "deepseek"),
+        ("gemma3-4b", "gemma3"),
+    ],
+)
+def test_a_block_beside_the_model_that_has_it_states_nothing_new(
+    name: str, block: str, tmp_path: Path
+) -> None:
+    plain, _ = imported("maxtext", tmp_path / "plain.sh", _PUBLISHED.format(name, ""))
+    line = _PUBLISHED.format(name, f"decoder_block={block}")
+    assert imported("maxtext", tmp_path / "both.sh", line)[0] == plain
+
+
+@pytest.mark.parametrize("block", ["", "decoder_block=gemma2"])
+def test_the_layers_of_a_published_gemma2_are_pairs_there(block: str, tmp_path: Path) -> None:
+    line = _PUBLISHED.format("gemma2-2b", f"base_num_decoder_layers=1 {block}")
+    config, _ = imported("maxtext", tmp_path / "run.sh", line)
+    assert (config.base_num_decoder_layers, config.model_name) == (2, "gemma2-2b")
+    whole, _ = imported("maxtext", tmp_path / "all.sh", _PUBLISHED.format("gemma2-2b", block))
+    assert whole.base_num_decoder_layers == 26
