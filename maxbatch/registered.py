@@ -1,5 +1,6 @@
-"""What extends the core: a row for each kind of sample, each format of files, each form of other
-programs' models, and each observer of a run's model. A row is a name and the place of an object.
+"""What extends the core, in tables: kinds of sample, formats of files, experiment trackers, other
+programs' words, configs and models, and observers of a run's model. A row is a name and the place
+of an object.
 """
 
 from __future__ import annotations
@@ -23,6 +24,24 @@ TABLES = {
         "parquet": "maxbatch.around.formats.parquet:FORMAT",
         "arrayrecord": "maxbatch.around.formats.arrayrecord:FORMAT",
         "tfrecord": "maxbatch.around.formats.tfrecord:FORMAT",
+    },
+    # Values of `log_to`, beside tensorboard.
+    Table.TRACKERS: {
+        "wandb": "maxbatch.around.trackers.wandb:TRACKER",
+        "mlflow": "maxbatch.around.trackers.mlflow:TRACKER",
+    },
+    Table.WORDS: {"words": "maxbatch.around.words.replacing:WORDS"},
+    # Formats of `maxbatch import`.
+    Table.IMPORTERS: {
+        "maxtext": "maxbatch.around.importers.maxtext:FORMAT",
+        "hf": "maxbatch.around.importers.hf:FORMAT",
+        "deepspeed": "maxbatch.around.importers.deepspeed:FORMAT",
+        "axolotl": "maxbatch.around.importers.axolotl:FORMAT",
+        "megatron": "maxbatch.around.importers.megatron:FORMAT",
+        "nemo": "maxbatch.around.importers.megatron:NEMO",
+        "trl": "maxbatch.around.importers.trl:FORMAT",
+        "llamafactory": "maxbatch.around.importers.llamafactory:FORMAT",
+        "torchtitan": "maxbatch.around.importers.torchtitan:FORMAT",
     },
     # A folder is of the first form that it has.
     Table.MODEL_FORMS: {

@@ -148,40 +148,40 @@ def test_a_format_of_files_is_a_file_and_a_row(tmp_path: Path) -> None:
     assert all(text in shown for text in ("first one", "second one", "third one"))
 
 
-_IMPORTER = '''"""Rules of Keras's table."""
+_IMPORTER = '''"""Rules of the table of a program that the table of words lacks."""
 
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import per_device_equation
 
-FORMAT = Format("keras", per_device_equation("batch_size"), {}, {})
+FORMAT = Format("toy", per_device_equation("rows"), {}, {}, program="ToyTrainer")
 '''
-_TABLE = """# Keras, whose words the table of foreign words knows.
+_TABLE = """# ToyTrainer
+[defaults]
+rows=8
+
 [signs]
-steps_per_execution
+toy_threads
 
 [words]
-batch_size | | per_device_batch_size |
-steps_per_execution | | - | affects speed only
+rows | | per_device_batch_size |
+toy_threads | | - | affects speed only
 """
 
 
 def test_an_importer_is_a_table_with_its_module_and_a_row(tmp_path: Path) -> None:
     copy = Copy(
         tmp_path,
-        {"around/importers/keras.py": _IMPORTER, "around/importers/keras.txt": _TABLE},
+        {"around/importers/toy.py": _IMPORTER, "around/importers/toy.txt": _TABLE},
         {
-            "commands/import_config.py": (
-                "FORMATS: Mapping[str, Format] = {",
-                '\n    "keras": keras.FORMAT,',
+            "registered.py": (
+                "    Table.IMPORTERS: {",
+                '\n        "toy": "maxbatch.around.importers.toy:FORMAT",',
             )
         },
     )
-    module = tmp_path / "maxbatch/commands/import_config.py"
-    text = module.read_text()
-    module.write_text(text.replace("    torchtitan,\n", "    keras,\n    torchtitan,\n", 1))
-    (tmp_path / "run.yml").write_text("batch_size: 4\n")
-    shown = copy("import", "keras", "run.yml", "--devices", "2")
-    assert "per_device_batch_size" in shown
+    (tmp_path / "run.yml").write_text("rows: 4\ntoy_threads: 2\n")
+    shown = copy("import", "auto", "run.yml", "--devices", "2")
+    assert "per_device_batch_size=4" in shown and "ToyTrainer" in shown
 
 
 _KIND = '''"""Toys: rows of tokens under another name."""

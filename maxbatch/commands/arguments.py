@@ -83,7 +83,8 @@ def on_machine(
 
     `has_flags`: whether the command plans for the machine of --devices and --hosts.
     """
-    from maxbatch.config.unknown import Machine, UnknownKeys
+    from maxbatch.config.foreign_words import Machine
+    from maxbatch.config.unknown import UnknownKeys
 
     def plans(values: Mapping[str, Value], num_devices: int, num_hosts: int) -> bool:
         from maxbatch.config.combined import PlanConfig

@@ -13,17 +13,12 @@ from pathlib import Path
 
 from maxbatch.around.importers import (
     answered,
-    axolotl,
-    deepspeed,
-    hf,
     llamafactory,
-    maxtext,
     maxtext_files,
     megatron,
     python_file,
     reading,
     shell,
-    torchtitan,
     trl,
 )
 from maxbatch.around.importers.python_file import CLASS
@@ -38,6 +33,7 @@ from maxbatch.around.importers.translation import (
     Stated,
     Translation,
 )
+from maxbatch.around.words import FRAMEWORKS, look_up
 from maxbatch.commands.arguments import check_at_most, count, local_path
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
@@ -45,7 +41,6 @@ from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import TEXTS, first_of, shown, shown_path, value_text
-from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.plan.batch import BatchPlan
@@ -54,6 +49,7 @@ from maxbatch.plan.stages import stated_batches
 from maxbatch.plan.view import equation
 from maxbatch.run.folder.foreign import refuse_foreign
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.registry import Table, load, names
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.bounded import read_json
 from maxbatch.system.storage.storage import is_remote
@@ -63,17 +59,14 @@ from maxbatch.system.terminal.warning import note
 _WIDEST = 44  # columns of a word or a value
 
 
-FORMATS: Mapping[str, Format] = {
-    "maxtext": maxtext.FORMAT,
-    "hf": hf.FORMAT,
-    "deepspeed": deepspeed.FORMAT,
-    "axolotl": axolotl.FORMAT,
-    "megatron": megatron.FORMAT,
-    "nemo": megatron.NEMO,
-    "trl": trl.FORMAT,
-    "llamafactory": llamafactory.FORMAT,
-    "torchtitan": torchtitan.FORMAT,
-}
+def _format(name: str) -> Format:
+    """Loads a format of `Table.IMPORTERS`."""
+    form = load(Table.IMPORTERS, name)
+    assert isinstance(form, Format), f"{name} is a format of configs"
+    return form
+
+
+FORMATS: Mapping[str, Format] = {name: _format(name) for name in names(Table.IMPORTERS)}
 
 _NAMES = (*FORMATS, *answered.SIGNS, "auto")
 
@@ -123,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     for line in notes:
         note(line)
     _refuse_unsupported(translation.fates, args.skip_unsupported)
-    text = written(translation, f"{FRAMEWORKS[name]}'s {path.name}")
+    text = written(translation, f"{FORMATS[name].program}'s {path.name}")
     _refuse_existing(output)
     write_atomically(output, text)
     if args.devices is not None:
@@ -178,7 +171,7 @@ def translated(
     if name == "llamafactory" and llamafactory.is_v1(words):
         form = llamafactory.V1
     if not any(_is_known(word, name) for word in words):
-        raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
+        raise ConfigError(f"{shown_path(path)}: states nothing that {FORMATS[name].program} knows")
     counts_processes = (
         name == "trl" and not reading.is_yaml(path) and not python_file.is_python(path)
     )
@@ -309,7 +302,7 @@ def recognised_format(path: Path, command: int | None = None) -> str:
         len(found) > 1 and (most[found[1]], shared[found[1]]) == (most[found[0]], shared[found[0]])
     ):
         named = found or [name for name, count in shared.items() if count == max(shared.values())]
-        whose = first_of([FRAMEWORKS[name] for name in named], 8)
+        whose = first_of([_program(name) for name in named], 8)
         works = f"works: maxbatch import {named[0]} {shlex.quote(str(path))}"
         raise ConfigError(
             f"{shown_path(path)}: has no words that one program alone has, but those of {whose}; "
@@ -319,6 +312,11 @@ def recognised_format(path: Path, command: int | None = None) -> str:
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
+
+
+def _program(name: str) -> str:
+    """Returns the name of the program of a format, or of a trainer without an importer."""
+    return FORMATS[name].program if name in FORMATS else FRAMEWORKS[name]
 
 
 def _has_word(word: str, name: str) -> bool:
@@ -352,14 +350,14 @@ def _print(translation: Translation, name: str) -> None:
         for fate in translation.fates
     ]
     rows.sort(key=lambda row: (MAPPED, NEEDS_YOU, UNSUPPORTED, IGNORED).index(row[0]))
-    heads = ("became", FRAMEWORKS[name], "value", "here")
+    heads = ("became", FORMATS[name].program, "value", "here")
     print("\n".join(folded_rows([heads, *rows], terminal_width())))
     try:
         there, here = FORMATS[name].equation(translation)
     except KeyError:
         return  # the batch is not stated
     print()
-    for language, batch in ((FRAMEWORKS[name], there), ("maxbatch", here)):
+    for language, batch in ((FORMATS[name].program, there), ("maxbatch", here)):
         print(folded(f"{language}: {printable(batch, keep='')}", 2, terminal_width()))
 
 

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
     if plan.rl and _may_mean_rows(args):
-        from maxbatch.config.unknown import three_batches
+        from maxbatch.around.words.replacing import three_batches
 
         meant = three_batches(plan.rl.batch_size, args.hosts if has_hosts else None)
         prompts = f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning"

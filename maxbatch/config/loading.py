@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.config import Config
+from maxbatch.config.foreign_words import foreign_words
 from maxbatch.config.keys import Entry, Fixes, Part
 from maxbatch.config.paths import configs_dir, place_fault, presets
 from maxbatch.config.rules import (
@@ -371,13 +372,12 @@ def _refuse_unknown(
     if not layers:
         return
     from maxbatch.config.unknown import UnknownKeys
-    from maxbatch.config.words import look_up
 
     has_prompts = any(
         entry.name == "batch_size" for layer in (*below, *above) for entry in layer.entries
     )
     of_prompts = () if has_prompts else names_of(Part.PROMPT_BATCH)
-    foreign = {name for name in of_prompts if (row := look_up(name)) and not row.is_of_prompts}
+    foreign = {name for name in of_prompts if foreign_words().elsewhere(name)}
     entries_of = [entry for layer in layers for entry in layer.entries]
     unknown = [entry for entry in entries_of if entry.name not in known or entry.name in foreign]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.file_formats import file_formats, has_records, record_types
+from maxbatch.config.foreign_words import foreign_words
 from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
@@ -131,18 +132,15 @@ def refuse_pairs_without_prompts(values: Values, remedies: Mapping[str, str]) ->
     """
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != KEYS[name].default_value:
-            from maxbatch.config.words import look_up
-            from maxbatch.config.words.convert import Setting
-            from maxbatch.config.words.together import together
-
-            row = look_up(name)
-            elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
+            words = foreign_words()
+            word = words.elsewhere(name)
+            elsewhere = f" ({name} {word.answer()})" if word else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             has_rows = (
                 values["per_device_batch_size"] != KEYS["per_device_batch_size"].default_value
             )
-            meant = None if has_rows else together({name: str(values[name])}, {}, Setting(values))
-            settings = {**(meant.settings.get(name, {}) if meant else {}), name: KEYS[name].default}
+            meant = {} if has_rows else words.batch_of(name, values)
+            settings = {**meant, name: KEYS[name].default}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
             stated = value_text(values[name])
             raise ConfigError(

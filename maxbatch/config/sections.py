@@ -31,6 +31,7 @@ from maxbatch.config.keys import (
 from maxbatch.config.values import Bounds, value_text
 from maxbatch.families.family import DEFAULT_FAMILY, FAMILIES
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.registry import Table, names
 
 # Bounds shared by several keys.
 POSITIVE, FROM_ZERO, COUNT, FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bounds(2)
@@ -62,6 +63,7 @@ Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
 STORES = ("tokens", "megatron")  # types of data that are token ids already
 READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # reinforcement learning without a download
+_LOGGERS = ("tensorboard", *names(Table.TRACKERS))
 _DATASET_TYPES = ("python_stdlib", "synthetic", *file_formats(), *STORES, *READY_TASKS)
 
 # The table; rows take as few lines as possible.
@@ -619,9 +621,9 @@ class EvaluationConfig(Section, changes="the evals"):
 class LoggingConfig(Section, changes="the logs"):
     """Logging."""
 
-    log_to: Words = key("tensorboard", "tensorboard, wandb, mlflow, or several: [tensorboard, wandb]; none "
-        "(metrics.jsonl is always written)",
-        NOTHING, choices=("tensorboard", "wandb", "mlflow"), maxtext="enable_tensorboard", warm_start=False)
+    log_to: Words = key("tensorboard",
+        f"{', '.join(_LOGGERS)}, or several: [{', '.join(_LOGGERS[:2])}]; none (metrics.jsonl is always written)",
+        NOTHING, choices=_LOGGERS, maxtext="enable_tensorboard", warm_start=False)
     log_period: int = key(10, "updates between printed lines (metrics.jsonl has every one)", NOTHING, COUNT, "updates")
     profile_steps: str = key("", '"10:13" traces updates 10 to 12 into run_dir/profile',
         NOTHING, maxtext="skip_first_n_steps_for_profiler and profiler_steps", warm_start=False)

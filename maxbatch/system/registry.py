@@ -17,6 +17,9 @@ class Table(Enum):
 
     KINDS = "kinds of sample"
     FORMATS = "formats of files"
+    TRACKERS = "experiment trackers"
+    WORDS = "words of other programs"
+    IMPORTERS = "formats of other programs' configs"
     MODEL_FORMS = "forms of other programs' models"
     SOURCES = "functions that open a model, by its form"
     OBSERVERS = "observers of a run's model"

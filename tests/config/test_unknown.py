@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.around.words import FRAMEWORKS, Word, look_up, rows
 from maxbatch.cli import main
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import misspelt
 from maxbatch.config.values import shown_path
-from maxbatch.config.words import FRAMEWORKS, Word, look_up, rows
 from tests.helpers.configs import error_of, write
 
 WORDS = [row for row in rows() if "*" not in row.word]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.around.importers.translation import SPLIT_AXES, Stated
+from maxbatch.around.words import FRAMEWORKS, look_up
+from maxbatch.around.words.convert import FIELD_OF, read_number, record_fields
 from maxbatch.config.sections import (
     BatchConfig,
     LengthConfig,
@@ -21,8 +23,6 @@ from maxbatch.config.sections import (
     RatesConfig,
 )
 from maxbatch.config.values import shown
-from maxbatch.config.words import FRAMEWORKS, look_up
-from maxbatch.config.words.convert import FIELD_OF, read_number, record_fields
 
 _SECTIONS = (BatchConfig, RampConfig, LengthConfig, PromptBatchConfig, RatesConfig)
 _OF_GENERATION = ("vllm", "sglang", "generation.")  # words of the program that generates responses

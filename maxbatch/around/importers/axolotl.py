@@ -11,7 +11,7 @@ from maxbatch.around.importers.steps import take_parameters
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import TRAINER, length, per_device_equation, rates
 from maxbatch.around.importers.translation import Translation
-from maxbatch.config.words.convert import record_fields
+from maxbatch.around.words.convert import record_fields
 
 # Its prompter's text around a record.
 _ALPACA = (

@@ -11,8 +11,8 @@ from maxbatch.around.importers.steps import take_parameters
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import TRAINER, length, per_device_equation
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.words.convert import record_fields
 from maxbatch.config.file_formats import record_types
-from maxbatch.config.words.convert import record_fields
 from maxbatch.families.matrices import OF_PEFT
 
 # Words for the parts of a message, with their defaults, which are ShareGPT's; both forms are read

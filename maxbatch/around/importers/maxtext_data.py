@@ -11,8 +11,8 @@ from maxbatch.around.importers.hub import hub_step, is_hub_name
 from maxbatch.around.importers.steps import take_tokenizer
 from maxbatch.around.importers.table import Condition, Rule
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.words.convert import read_number
 from maxbatch.config.sections import KEYS
-from maxbatch.config.words.convert import read_number
 
 _PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # with the prefix of their words
 

@@ -14,10 +14,10 @@ from maxbatch.around.importers.hub import hub_step, is_hub_name
 from maxbatch.around.importers.steps import take_rewards, take_tokenizer, without_balance
 from maxbatch.around.importers.table import Condition, Rule
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.words import look_up
 from maxbatch.config.rules import PRETRAINING_BATCH
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import exact, shown
-from maxbatch.config.words import look_up
 from maxbatch.system.errors import ConfigError
 
 _BLOCK = "rl."

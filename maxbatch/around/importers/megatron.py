@@ -8,9 +8,9 @@ from fractions import Fraction
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import TRAINER
 from maxbatch.around.importers.translation import Translation, states_training
+from maxbatch.around.words.convert import rampup_schedule, read_number
+from maxbatch.config.foreign_words import normal
 from maxbatch.config.values import plain_number, shown
-from maxbatch.config.words import normal
-from maxbatch.config.words.convert import rampup_schedule, read_number
 
 # Megatron-LM's words by NeMo's, the last name of a path.
 _NEMO = {

@@ -29,7 +29,7 @@ that identify a file, and `words` the rows, in the order in which words are take
 
 Consecutive rows of the same word, of patterns and of no word are alternatives: a word takes the
 first row that holds. An empty line separates them. A word is taken once; words in no row are taken
-by the table of words (`maxbatch/config/words/words.txt`).
+by the table of words (`maxbatch/around/words/words.txt`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.words import FRAMEWORKS
 from maxbatch.config.values import shown
 
 Rule = Callable[[Translation, str], None]
@@ -69,6 +70,7 @@ class Format:
     """A format: a table, and the functions named in it.
 
     Attributes:
+      program: the other program's name, for messages.
       defaults: the other program's defaults, by word.
       signs: words that identify its files.
       equation: returns the batch as an equation in their words and in ours.
@@ -81,8 +83,15 @@ class Format:
         rules: Mapping[str, Rule],
         conditions: Mapping[str, Condition] | None = None,
         parent: Format | None = None,
+        program: str | None = None,
     ) -> None:
-        """Reads a table; missing sections, functions and defaults are its parent's."""
+        """Reads a table; missing sections, functions and defaults are its parent's.
+
+        Args:
+          name: the name of the table's file, and of the program in the table of words.
+          program: the program's name for messages; None: that of the table of words.
+        """
+        self.program = program or FRAMEWORKS.get(name, name)
         self.equation = equation
         self.rules: dict[str, Rule] = {**(parent.rules if parent else {}), **rules}
         self.conditions: dict[str, Condition] = {

@@ -10,9 +10,9 @@ from maxbatch.around.importers.hub import is_hub_name
 from maxbatch.around.importers.steps import take_tokenizer
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.words.convert import read_number
 from maxbatch.config.paths import presets
 from maxbatch.config.values import plain_number
-from maxbatch.config.words.convert import read_number
 
 _ROWS, _BATCH, _LENGTH = (
     "training.local_batch_size",

@@ -1,7 +1,7 @@
 """The translation of another program's config: the fate of each of its words, and our config.
 
 A format (`maxtext`, `hf`, ...) takes the words that need more than another name. The table of words
-(`maxbatch.config.words`) covers the rest; words missing there are not supported.
+(`maxbatch.around.words`) covers the rest; words missing there are not supported.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.around.importers.hub import hub_step, is_hub_name
+from maxbatch.around.words import Word, look_up
 from maxbatch.config.keys import Fixes, Part
 from maxbatch.config.loading import load_config
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import plain_number, shown
-from maxbatch.config.words import Word, look_up
 from maxbatch.system.errors import ConfigError
 
 Stated = str | list[object]  # a value as written, or a list

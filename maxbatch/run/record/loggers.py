@@ -1,4 +1,4 @@
-"""The experiment trackers of `log_to` besides TensorBoard: Weights & Biases and MLflow.
+"""The experiment trackers of `log_to` besides TensorBoard: rows of `Table.TRACKERS`.
 
 Each tracked run has its folder's name and the config. A resumed run continues the same tracked run,
 by the id in `run_dir/trackers.json`. Trackers have their own threads, so that a hanging tracker
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import queue
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -25,10 +23,8 @@ from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.run_folder import TRACKERS_FILE, RunFolder
 from maxbatch.run.record.recorder import Output
 from maxbatch.system.errors import ConfigError, one_line
-from maxbatch.system.storage.storage import is_remote
+from maxbatch.system.registry import Table, load
 
-_FLUSH_S = 10.0
-_MOST_IN_A_CALL = 100  # MLflow's limit per call of parameters or, in tens, metrics
 _BEGIN_S, _END_S = 120.0, 30.0  # time limits to begin and to end a tracked run
 _LONGEST_PROBLEM = 160
 _MOST_WAITING = 10_000  # waiting calls, each with a record
@@ -46,13 +42,36 @@ class TrackedRun(NamedTuple):
         return "/".join(self.run_dir.rstrip("/").split("/")[-2:])
 
 
+class TrackedOutput(Output):
+    """A tracked run's records on their way to its tracker.
+
+    Attributes:
+      run_id: the tracker's id of the run.
+    """
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """An experiment tracker, a value of `log_to`, which names its package and our extra too.
+
+    Attributes:
+      begin: begins a run, or resumes that of an id, with the imported package.
+      works: a setting with which it needs no service, for messages.
+    """
+
+    begin: Callable[[ModuleType, TrackedRun, str | None], TrackedOutput]
+    works: str
+
+
 def check_loggers(log_to: str) -> None:
     """Imports the packages of `log_to`.
 
     Raises:
       ConfigError: a package is not installed.
     """
-    for name in _stated(log_to):
+    for name in _names_in(log_to):
         _imported(name)
 
 
@@ -69,7 +88,7 @@ def open_loggers(
         read_json(file, "remove it: the trackers then begin a new run", dict) or {}
     )
     loggers: list[Output] = []
-    for name in _stated(log_to):
+    for name in _names_in(log_to):
         worker = _Worker(name)
         logger = _begun(name, log_to, run, ids.get(name), worker)
         ids[name] = logger.run_id
@@ -81,26 +100,25 @@ def open_loggers(
 
 def _begun(
     name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: _Worker
-) -> Wandb | MLflow:
-    module, begun = _imported(name), []
-    worker.call(lambda: begun.append(TRACKERS[name](module, run, run_id)))
+) -> TrackedOutput:
+    tracker = load(Table.TRACKERS, name)
+    assert isinstance(tracker, Tracker), f"{name} is a tracker"
+    package, begun = _imported(name), list[TrackedOutput]()
+    worker.call(lambda: begun.append(tracker.begin(package, run, run_id)))
     is_idle = worker.wait(_BEGIN_S)
     if worker.error is None and is_idle:
         return begun[0]
+
     # The service has no such user, no network, or a wrong address.
-    said = (
+    problem = (
         one_line(worker.error, _LONGEST_PROBLEM)
         if worker.error
         else f"no answer within {_BEGIN_S:g} s"
     )
-    works = {
-        "wandb": "WANDB_MODE=offline, or `wandb login`",
-        "mlflow": "MLFLOW_TRACKING_URI=file:mlruns",
-    }
-    raise ConfigError(f"log_to={log_to}: {name} cannot be used ({said}); works: {works[name]}")
+    raise ConfigError(f"log_to={log_to}: {name} cannot be used ({problem}); works: {tracker.works}")
 
 
-def _stated(log_to: str) -> list[str]:
+def _names_in(log_to: str) -> list[str]:
     return [name for name in log_to.split(",") if name and name != "tensorboard"]
 
 
@@ -204,82 +222,3 @@ class Guarded(Output):
         if not self._is_left_out:
             self._warn(f"{self._name} {why}; the run continues without it")
         self._is_left_out = True
-
-
-class Wandb(Output):
-    """A run of Weights & Biases; with `WANDB_MODE=offline` it stays on this machine until `wandb
-    sync`.
-
-    Its project is `WANDB_PROJECT`, else "maxbatch".
-    """
-
-    def __init__(self, wandb: ModuleType, run: TrackedRun, run_id: str | None) -> None:
-        self.run_id = run_id or uuid.uuid4().hex[:8]
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "maxbatch"),
-            name=run.name,
-            id=self.run_id,
-            config=run.settings,
-            dir=None if is_remote(run.run_dir) else run.run_dir,
-            resume="allow",
-        )
-
-    def append(self, record: Record) -> None:
-        """Logs the numbers of a record; W&B skips steps repeated by a resume."""
-        self._run.log(dict(numbers_of(record)), step=record[Metric.STEP])
-
-    def close(self) -> None:
-        """Waits until all records are sent or written."""
-        self._run.finish()
-
-
-class MLflow(Output):
-    """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else
-    "maxbatch".
-    """
-
-    def __init__(self, mlflow: ModuleType, run: TrackedRun, run_id: str | None) -> None:
-        from mlflow.entities import Metric as Point
-        from mlflow.entities import Param
-
-        self._point, self._client = Point, mlflow.MlflowClient()
-        self.run_id = run_id or self._begin(run)
-        params = [Param(name, str(value)[:6000]) for name, value in run.settings.items()]
-        if run_id is None:
-            for first in range(0, len(params), _MOST_IN_A_CALL):
-                self._client.log_batch(self.run_id, params=params[first : first + _MOST_IN_A_CALL])
-        self._waiting: list[object] = []
-        self._flushed = time.monotonic()
-
-    def _begin(self, run: TrackedRun) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "maxbatch")
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = (
-            experiment.experiment_id if experiment else self._client.create_experiment(name)
-        )
-        return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
-
-    def append(self, record: Record) -> None:
-        now = int(time.time() * 1000)
-        self._waiting += [
-            self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)
-        ]
-        if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:
-            self.sync()
-
-    def sync(self) -> None:
-        for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
-            self._client.log_batch(
-                self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL]
-            )
-        self._waiting, self._flushed = [], time.monotonic()
-
-    def close(self) -> None:
-        self.sync()
-        self._client.set_terminated(self.run_id)
-
-
-TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, str | None], Wandb | MLflow]] = {
-    "wandb": Wandb,
-    "mlflow": MLflow,
-}

@@ -12,9 +12,9 @@ import pytest
 
 from maxbatch import BatchPlan, RampupBatchManager, load_config
 from maxbatch.around.importers.translation import SPLIT_AXES, Translation
+from maxbatch.around.words import rows
 from maxbatch.cli import main
 from maxbatch.commands.import_config import FORMATS
-from maxbatch.config.words import rows
 from maxbatch.system.errors import ConfigError
 from tests.helpers.imports import imported
 from tests.programs.replicas import fault, random_case

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.config.foreign_words import normal
 from maxbatch.config.sections import PromptBatchConfig, RLConfig
 
 FRAMEWORKS = {
@@ -98,22 +98,15 @@ def rows() -> tuple[Word, ...]:
 
 @functools.cache
 def _by_word() -> Mapping[str, tuple[Word, ...]]:
-    found: dict[str, tuple[Word, ...]] = {}
+    by_word: dict[str, tuple[Word, ...]] = {}
     for row in rows():
-        found[row.word] = (*found.get(row.word, ()), row)
-    return found
+        by_word[row.word] = (*by_word.get(row.word, ()), row)
+    return by_word
 
 
 @functools.cache
 def _patterns() -> tuple[Word, ...]:
     return tuple(row for row in rows() if "*" in row.word)
-
-
-def normal(word: str) -> str:
-    """Returns a flag or a name in the table's spelling: no leading dashes, `-` and blanks as `_`,
-    lower case.
-    """
-    return re.sub(r"[-\s]+", "_", word.strip().lstrip("-")).lower()
 
 
 def meanings(word: str) -> tuple[Word, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.around.words import look_up
+from maxbatch.around.words.convert import Setting, read_number, text_of
 from maxbatch.config.values import in_tokens
-from maxbatch.config.words import look_up
-from maxbatch.config.words.convert import Setting, read_number, text_of
 
 # a word of OLMo-core, which counts global_batch_size in tokens too
 OF_OLMO = "rank_microbatch_size"

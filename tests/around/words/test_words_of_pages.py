@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.around.words import look_up
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import hint
-from maxbatch.config.words import look_up
 from tests.helpers.configs import error_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "batch-size.md"
+PAGE = Path(__file__).parents[3] / "docs" / "batch-size.md"
 # Names of functions and of what a command prints, which nobody can set.
 NOT_SETTINGS = {
     "all_reduce",

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.around.words import rows
 from maxbatch.commands import COMMANDS
 from maxbatch.config.sections import KEYS
-from maxbatch.config.words import rows
 
 WHYS = " ".join(row.why for row in rows())
 OF_CONTRIBUTORS = {"parity", "docs", "test", "dev"}
@@ -47,7 +47,7 @@ def test_every_key_is_reachable_from_a_foreign_word() -> None:
 
 def test_every_command_and_every_extra_is_reachable_from_a_foreign_word() -> None:
     assert [name for name in COMMANDS if f"maxbatch {name}" not in WHYS] == []
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = set(project["optional-dependencies"]) - OF_CONTRIBUTORS
     assert [name for name in sorted(extras) if f"maxbatch[{name}]" not in WHYS] == []
 
