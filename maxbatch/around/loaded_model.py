@@ -28,11 +28,11 @@ from maxbatch.config.model_forms import context_length, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.data.store.conversations import Conversations, kind_of_value
 from maxbatch.data.store.duplicates import record_digest
 from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
+from maxbatch.kinds.conversation.records import Conversations, kind_of_value
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State

@@ -12,9 +12,9 @@ from maxbatch.config.recipes import Recipe
 from maxbatch.config.sections import DataConfig, names_fixing
 
 if TYPE_CHECKING:
-    from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
     from maxbatch.data.tokenizers.tokenizer import Tokenizer
+    from maxbatch.kinds.conversation.records import Conversations
 
 
 class StoreRecipe(Recipe):

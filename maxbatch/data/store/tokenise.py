@@ -32,7 +32,7 @@ from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from maxbatch.data.store.conversations import Conversations
+    from maxbatch.kinds.conversation.records import Conversations
     from maxbatch.system.processes.ray_cluster import RayCluster, RayPool
 
 # Batches large enough to be worth a call of the library, and small enough for the processor's

@@ -26,7 +26,6 @@ from maxbatch.data.store.megatron import MegatronStore
 from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.store import WHOLE_CONTENT, Store
 from maxbatch.data.stream.bad_records import place_of_kept
-from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.overlong import OverlongError
@@ -34,6 +33,7 @@ from maxbatch.data.stream.recipe import Identity, StreamRecipe
 from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.split import Split
 from maxbatch.data.stream.synthetic import SyntheticRows
+from maxbatch.data.stream.trained_counts import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of

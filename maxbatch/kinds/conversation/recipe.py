@@ -13,9 +13,9 @@ from maxbatch.data.stream.split import Fitted, Split
 from maxbatch.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
-    from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
     from maxbatch.data.tokenizers.tokenizer import Tokenizer
+    from maxbatch.kinds.conversation.records import Conversations
 
 
 class ConversationRecipe(TrainedRecipe):
@@ -30,7 +30,7 @@ class ConversationRecipe(TrainedRecipe):
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations:
         from maxbatch.config.values import field_names
-        from maxbatch.data.store.conversations import Conversations
+        from maxbatch.kinds.conversation.records import Conversations
 
         named = tuple(field_names(config.record_fields) or {})
         return Conversations(
@@ -62,7 +62,7 @@ class ConversationRecipe(TrainedRecipe):
         return "best_fit" if config.packing else config.packing_strategy
 
     def fitted(self, config: StreamConfig, split: Split) -> Fitted:
-        from maxbatch.data.stream.conversation_rows import fit_rows
+        from maxbatch.data.stream.trained_counts import fit_rows
 
         return fit_rows(split.store, split.numbers_S, config.max_target_length, config.overlong)
 

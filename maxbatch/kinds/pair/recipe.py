@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import AllKeys, DataConfig
 from maxbatch.config.values import shown_fields
-from maxbatch.data.store.conversations import (
+from maxbatch.data.stream.recipe import Identity
+from maxbatch.data.stream.split import Opened, Split
+from maxbatch.data.tokenizers.chat_rendering import Conversation
+from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.kinds.conversation.records import (
     Conversations,
     Texts,
     answer_of,
     extras_of,
     messages_of,
 )
-from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.split import Opened, Split
-from maxbatch.data.tokenizers.chat_rendering import Conversation
-from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from maxbatch.config.model_forms import END_TOKENS, end_tokens
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
-from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT, record_digest
 from maxbatch.data.store.formats import record_as_json
@@ -39,6 +38,7 @@ from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.errors import ConversationError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, make_tokenizer
+from maxbatch.kinds.conversation.records import messages_of
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.refusals import check_lengths, check_type
 from maxbatch.kinds.prompt.templates import Template
