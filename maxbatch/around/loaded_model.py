@@ -29,10 +29,11 @@ from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.duplicates import record_digest
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
-from maxbatch.kinds.conversation.records import Conversations, kind_of_value
+from maxbatch.kinds.conversation.messages import kind_of_value
+from maxbatch.kinds.conversation.records import Conversations
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
@@ -284,7 +285,7 @@ class LoadedModel:
         """Returns the tokens of a record, and their weights."""
         try:
             return self._tokens_and_weights({"text": record} if isinstance(record, str) else record)
-        except ConversationError as error:
+        except RecordError as error:
             raise RecordFault(number, str(error)) from error
 
     def _tokens_and_weights(self, record: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
@@ -294,12 +295,12 @@ class LoadedModel:
             tokens = self._text(record["text"])
         elif {"messages", "conversations", "prompt", "instruction"} & record.keys():
             documents = self._conversations.encode_batch([json.dumps(record).encode()])[0]
-            if isinstance(documents, ConversationError):
+            if isinstance(documents, RecordError):
                 raise documents
             [(ids, trained)] = documents
             return ids, trained.astype(np.float32)
         else:
-            raise ConversationError(
+            raise RecordError(
                 "needs text, tokens, messages, or prompt and completion; its fields: "
                 f"{shown_fields(record)}"
             )
@@ -309,18 +310,18 @@ class LoadedModel:
         if isinstance(value, np.ndarray):
             value = value.tolist()
         if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise ConversationError("field tokens must be a list of whole numbers")
+            raise RecordError("field tokens must be a list of whole numbers")
         last = self.config.vocab_size - 1
         beyond = next((token for token in value if not 0 <= token <= last), None)
         if beyond is not None:
-            raise ConversationError(
+            raise RecordError(
                 f"token {beyond} is not an id of this model, whose ids are 0 to {last}"
             )
         return np.array(value, np.int32)
 
     def _text(self, value: object) -> np.ndarray:
         if not isinstance(value, str):
-            raise ConversationError(f"field text is {kind_of_value(value)}, not a text")
+            raise RecordError(f"field text is {kind_of_value(value)}, not a text")
         return np.concatenate([np.array(self.first_ids(), np.int32), self.tokenizer.encode(value)])
 
     @cached_property

@@ -12,9 +12,9 @@ from maxbatch.config.recipes import Recipe
 from maxbatch.config.sections import DataConfig, names_fixing
 
 if TYPE_CHECKING:
+    from maxbatch.data.store.encoder import Encoder
     from maxbatch.data.store.store import Manifest
     from maxbatch.data.tokenizers.tokenizer import Tokenizer
-    from maxbatch.kinds.conversation.records import Conversations
 
 
 class StoreRecipe(Recipe):
@@ -24,7 +24,7 @@ class StoreRecipe(Recipe):
 
     documents_per_record: ClassVar[int] = 1
 
-    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
+    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Encoder | None:
         """Returns the encoder of records; None: a document is a text."""
         return None
 

@@ -24,7 +24,7 @@ from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
@@ -32,7 +32,7 @@ from maxbatch.system.processes.worker_pool import WorkerEnded, WorkerPool
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from maxbatch.kinds.conversation.records import Conversations
+    from maxbatch.data.store.encoder import Encoder
     from maxbatch.system.processes.ray_cluster import RayCluster, RayPool
 
 # Batches large enough to be worth a call of the library, and small enough for the processor's
@@ -58,7 +58,7 @@ class Tokeniser:
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
-    encoder: Conversations | None = None  # makes documents of records, if they are not texts
+    encoder: Encoder | None = None  # makes documents of records, if they are not texts
 
     def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be
@@ -111,7 +111,7 @@ class Tokeniser:
         bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
         assert bit is not None, "the layout of records with answers marks trained tokens"
         for encoded in self.encoder.encode_batch(texts):
-            if isinstance(encoded, ConversationError):
+            if isinstance(encoded, RecordError):
                 yield str(encoded)
             else:
                 yield [

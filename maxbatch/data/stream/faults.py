@@ -17,7 +17,7 @@ from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.megatron import open_megatron
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, tokenizer_of
 from maxbatch.system.errors import ConfigError
@@ -87,5 +87,5 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
     for document, encoded in zip(
         kept, encoder.encode_batch([one.utf8 for one in kept]), strict=True
     ):
-        if isinstance(encoded, ConversationError) and not source.skip_bad_records:
+        if isinstance(encoded, RecordError) and not source.skip_bad_records:
             raise source.bad_record(document, str(encoded))

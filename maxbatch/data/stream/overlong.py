@@ -1,4 +1,4 @@
-"""The key `overlong`: what becomes of conversations and pairs that are longer than a row."""
+"""The key `overlong`: what becomes of records with answers that are longer than a row."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from maxbatch.data.store.document_table import BlockTable, WholeTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
 from maxbatch.data.store.store import Store
-from maxbatch.data.stream.trained_tokens import ConversationFigures
+from maxbatch.data.stream.trained_tokens import TrainedFigures
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
 RowArrays = dict[str, np.ndarray]
@@ -290,7 +290,7 @@ class RowSource(Protocol):
     num_tokens: int
     num_documents: int
     skipped_records: int
-    conversations: ConversationFigures | None  # if its documents are conversations
+    trained: TrainedFigures | None  # if records say which tokens are trained on
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays: ...
 
@@ -298,7 +298,7 @@ class RowSource(Protocol):
 class StoredRows:
     """Rows of a token store by index, as slices of a memory map, so that opening reads nothing."""
 
-    conversations: ConversationFigures | None = None
+    trained: TrainedFigures | None = None
 
     def __init__(self, store: Store, plan: RowPlan, num_documents: int, pad_id: int):
         self.row_length = plan.row_length

@@ -140,8 +140,8 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, object]:
 
 
 def _trained(parts: Sequence[RowSource]) -> dict[str, object]:
-    """Returns the figures of conversations; empty for other documents."""
-    figures = [rows.conversations for rows in parts if rows.conversations]
+    """Returns the figures of trained tokens; empty where all are trained on."""
+    figures = [rows.trained for rows in parts if rows.trained]
     if not figures:
         return {}
     tokens = TrainedTokens(*map(sum, zip(*(one.tokens for one in figures), strict=True)))

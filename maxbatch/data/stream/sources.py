@@ -34,7 +34,7 @@ from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.split import Split
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_counts import count_trained_tokens, find_trained_tokens
-from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
+from maxbatch.data.stream.trained_tokens import TrainedFigures, TrainedShare, TrainedTokens
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
 from maxbatch.system.errors import ConfigError
@@ -104,9 +104,7 @@ def open_rows(
         place = place_of_kept(config, path_key, tokenizer, error.number, whole)
         raise error.at(place) if place else error from None
     if recipe.has_answers:
-        rows.conversations = ConversationFigures(
-            num_overlong, count_trained_tokens(config, key, rows)
-        )
+        rows.trained = TrainedFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:
         remember_length(config, rows.num_rows)
     return SourceRows(
@@ -200,7 +198,7 @@ def refuse_num_epochs(config: StreamConfig, mixture: tuple[MixtureSource, ...]) 
 
 
 def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
-    """Returns the trained tokens of each source of conversations if known without reading data,
+    """Returns the trained tokens of each source if known without reading data,
     else None.
     """
     if not config.recipe.has_answers:
@@ -220,7 +218,7 @@ class _FoundRows(NamedTuple):
     """Facts about a split's rows, known without reading data."""
 
     num_rows: int
-    trained: TrainedTokens | None = None  # of conversations
+    trained: TrainedTokens | None = None  # if not all are
 
 
 def _find_rows(config: StreamConfig, whole: StreamConfig | None = None) -> _FoundRows | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.stream.rows import RowArrays
-from maxbatch.data.stream.trained_tokens import ConversationFigures
+from maxbatch.data.stream.trained_tokens import TrainedFigures
 
 _WORDS = 64
 _STRIDES = np.array([1, 7, 19, 45], np.uint64)
@@ -34,7 +34,7 @@ class SyntheticRows:
     """The training or the held-out rows of a synthetic dataset."""
 
     skipped_records = 0
-    conversations: ConversationFigures | None = None
+    trained: TrainedFigures | None = None
 
     def __init__(
         self,

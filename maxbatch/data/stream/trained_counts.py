@@ -1,7 +1,5 @@
-"""Rows of conversations: conversations that fit, and numbers of trained tokens.
-
-A conversation is in one row. `overlong` truncates, drops or refuses a longer one. The figures of
-trained tokens need one pass over all rows; they are cached beside the packing.
+"""The trained tokens of a split's rows: counted in one pass over all rows, and cached beside the
+packing.
 """
 
 from __future__ import annotations
@@ -13,28 +11,11 @@ import numpy as np
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
-from maxbatch.data.store.store import Store
-from maxbatch.data.stream.overlong import refuse_overlong
-from maxbatch.data.stream.rows import Extents, RowSource
-from maxbatch.data.stream.split import Fitted
+from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
 _VERSION = 3
 _ROWS_AT_ONCE = 1024
-
-
-def fit_rows(store: Store, documents_S: np.ndarray, length: int, overlong: str) -> Fitted:
-    """Returns the conversations with numbers `documents_S`, each at most `length` long, a row.
-
-    Raises:
-      ConfigError: a conversation is longer and `overlong` is `error`, or none is left.
-    """
-    start_S, end_S = Extents.of(store.offsets, documents_S)
-    lengths_S = end_S - start_S
-    is_long_S = lengths_S > length
-    if refuse_overlong("conversation", documents_S, lengths_S, length, overlong):
-        start_S, end_S = start_S[~is_long_S], end_S[~is_long_S]
-    return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), int(is_long_S.sum()))
 
 
 def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:

@@ -1,4 +1,4 @@
-"""Numbers of trained tokens in conversations: per split, per source of a mixture, and per
+"""Numbers of trained tokens where others are not: per split, per source of a mixture, and per
 update.
 """
 
@@ -26,7 +26,7 @@ class TrainedTokens(NamedTuple):
 
 
 class TrainedShare(NamedTuple):
-    """One source's share of a stream of conversations."""
+    """One source's share of a stream."""
 
     weight: float  # share of the samples; 1 for a single source
     tokens: TrainedTokens
@@ -48,8 +48,8 @@ def trained_tokens_of_update(shares: Sequence[TrainedShare], batch_size: int) ->
     return {"mean": mean, "std": math.sqrt(variance)}
 
 
-class ConversationFigures(NamedTuple):
-    """Figures of the conversations of a split."""
+class TrainedFigures(NamedTuple):
+    """Figures of a split whose records say which tokens are trained on."""
 
     num_overlong: int  # longer than a row
     tokens: TrainedTokens

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from maxbatch.data.tokenizers.chat_rendering import Conversation, Message, Rendered
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 
@@ -71,9 +71,9 @@ class ChatPrompts:
         try:
             self._template.refuse_unknown_roles(question.messages)
             [found] = self._template.render([question])
-            if isinstance(found, ConversationError):
+            if isinstance(found, RecordError):
                 raise found
-        except ConversationError as error:
+        except RecordError as error:
             raise ConfigError(f"the conversation cannot be written: {error}") from None
         return found
 

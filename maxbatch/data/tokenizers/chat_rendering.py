@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 
 if TYPE_CHECKING:
     from jinja2 import Template, nodes
@@ -74,7 +74,7 @@ class Renderer:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
-          ConversationError: the template refuses the conversation, or the assistant's parts cannot
+          RecordError: the template refuses the conversation, or the assistant's parts cannot
             be found in it.
         """
         messages, extras, first, untrained, prompts = conversation
@@ -89,7 +89,7 @@ class Renderer:
         if spans is not None:
             if untrained.intersection(turns):
                 if len(spans) != len(turns):
-                    raise ConversationError(
+                    raise RecordError(
                         f"the chat template marks {len(spans)} parts of {len(turns)} messages of "
                         "the assistant, so that the weight of a message cannot be followed"
                     )
@@ -110,7 +110,7 @@ class Renderer:
             (token for token in self._ends if token and so_far.rstrip().endswith(token)), None
         )
         if not text.startswith(prompt):
-            raise ConversationError(
+            raise RecordError(
                 f"the chat template writes message {turn + 1} differently than after the prompt "
                 "for it, so its trained tokens cannot be identified; {% generation %} in the "
                 "template marks them"
@@ -121,14 +121,14 @@ class Renderer:
         # Templates may shorten earlier turns, for example by the assistant's reasoning; their end
         # is the end of turn.
         if end_token and end_token in json.dumps(messages[turn], ensure_ascii=False):
-            raise ConversationError(
+            raise RecordError(
                 f"message {turn + 1} writes {end_token} itself, and the chat template shortens it "
                 "once others follow, so that the end of its trained tokens cannot be found; {% "
                 "generation %} in the template marks them"
             )
         end = text.find(end_token, begin) if end_token else -1
         if end < 0:
-            raise ConversationError(
+            raise RecordError(
                 f"the chat template writes message {turn + 1} differently once others follow it, "
                 "and ends it with no special token, so its trained tokens cannot be identified; "
                 "{% generation %} in the template marks them"
@@ -153,14 +153,14 @@ class Renderer:
         marks = self._environment.marks = _Marks()
         try:
             text = self._compiled(source).render(**variables)
-        except (ConversationError, MemoryError):
+        except (RecordError, MemoryError):
             raise
         except Exception as error:  # a template is a program and may raise anything
-            raise ConversationError(
+            raise RecordError(
                 f"the chat template refuses it ({' '.join(str(error).split())[:400]})"
             ) from None
         if len(text) > MOST_CHARACTERS:
-            raise ConversationError(
+            raise RecordError(
                 f"the chat template makes more than {MOST_CHARACTERS:,} characters of it"
             )
         return marks.removed_from(text)
@@ -201,7 +201,7 @@ class _Marks:
         return f"<{self._name}>{text}</{self._name}>"
 
     def removed_from(self, text: str) -> _Marked:
-        """Removes the marks from a rendered text; raises ConversationError for unpaired marks."""
+        """Removes the marks from a rendered text; raises RecordError for unpaired marks."""
         if not self._is_used:
             return _Marked(text, None)
         parts, spans, length, begin = [], [], 0, None
@@ -216,13 +216,11 @@ class _Marks:
                 spans.append((begin, length))
                 begin = None
             else:
-                raise ConversationError(
+                raise RecordError(
                     "the chat template nests or changes the content of its {% generation %}"
                 )
         if begin is not None:
-            raise ConversationError(
-                "the chat template cuts off the content of its {% generation %}"
-            )
+            raise RecordError("the chat template cuts off the content of its {% generation %}")
         return _Marked("".join(parts), spans)
 
 
@@ -287,7 +285,7 @@ def environment() -> Any:
 
 
 def _refuse(message: str) -> None:
-    raise ConversationError(f"the chat template refuses it ({str(message)[:400]})")
+    raise RecordError(f"the chat template refuses it ({str(message)[:400]})")
 
 
 def _to_json(

@@ -29,7 +29,7 @@ from maxbatch.data.tokenizers.chat_rendering import (
     Renderer,
     check_syntax,
 )
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.processes.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.system.storage.bounded import RefusedContent, read_json, read_text
@@ -72,7 +72,7 @@ class ChatTemplate:
         )
 
     def refuse_unknown_roles(self, messages: Sequence[Message]) -> None:
-        """Raises ConversationError for a role that the template does not know.
+        """Raises RecordError for a role that the template does not know.
 
         Many templates write any role as it is. So a role beside those that all chats have is known
         if the template names it, in quotes.
@@ -80,7 +80,7 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             role = str(message["role"])
             if role not in self._known and not self._names(role):
-                raise ConversationError(
+                raise RecordError(
                     f"message {number} has the role {shown(repr(role))}, which the chat template "
                     "does not know"
                 )
@@ -95,7 +95,7 @@ class ChatTemplate:
             f"{quote}{role}{quote}" in source for source in self.sources.values() for quote in "'\""
         )
 
-    def render(self, questions: Sequence[Conversation]) -> list[Rendered | ConversationError]:
+    def render(self, questions: Sequence[Conversation]) -> list[Rendered | RecordError]:
         """Renders each conversation to text and the spans of the assistant's messages, or an error.
 
         Raises:
@@ -117,10 +117,10 @@ class ChatTemplate:
         self.__dict__.update(state)
 
 
-def _answer(future: Future[Rendered]) -> Rendered | ConversationError:
+def _answer(future: Future[Rendered]) -> Rendered | RecordError:
     try:
         return future.result()
-    except ConversationError as refused:
+    except RecordError as refused:
         return refused
     except MemoryError:
         problem = f"takes more than {_MEMORY_BYTES >> 20} MB of memory for one conversation"

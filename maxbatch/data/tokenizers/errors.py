@@ -5,5 +5,5 @@ chat templates.
 from __future__ import annotations
 
 
-class ConversationError(ValueError):
-    """An unusable conversation; the message is the reason."""
+class RecordError(ValueError):
+    """An unusable record; the message is the reason."""

@@ -62,7 +62,7 @@ class ConversationRecipe(TrainedRecipe):
         return "best_fit" if config.packing else config.packing_strategy
 
     def fitted(self, config: StreamConfig, split: Split) -> Fitted:
-        from maxbatch.data.stream.trained_counts import fit_rows
+        from maxbatch.kinds.conversation.rows import fit_rows
 
         return fit_rows(split.store, split.numbers_S, config.max_target_length, config.overlong)
 

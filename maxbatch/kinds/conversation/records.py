@@ -34,12 +34,13 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from maxbatch.config.values import shown, shown_fields
+from maxbatch.data.store.encoder import Encoded
 from maxbatch.data.tokenizers.chat_rendering import Conversation, Rendered
 from maxbatch.data.tokenizers.chat_template import ChatTemplate
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.kinds.conversation.messages import extras_of, kind_of_value, messages_of
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage.bounded import RefusedContent, read_json
 
 _VERSION = 3  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.
@@ -51,12 +52,6 @@ _FIELDS = {
     "text": ("",),  # text_field
 }
 _WEIGHTS = ("weight", "train")  # fields of a message
-# of ShareGPT; others keep their names
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-# Roles whose messages may be empty: no instructions, and a tool that returned nothing.
-_MAY_BE_EMPTY = ("system", "developer", "tool", "function", "ipython")
-# fields of an assistant's message that may have no content
-_CALLS = ("tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -92,12 +87,10 @@ class Conversations:
         return {}
 
     def documents(self, record: Mapping[str, object]) -> Sequence[Conversation | Texts]:
-        """Returns the documents of a record; raises ConversationError if it has none."""
+        """Returns the documents of a record; raises RecordError if it has none."""
         return [self._conversation(record)]
 
-    def encode_batch(
-        self, records: Sequence[bytes]
-    ) -> list[tuple[Encoded, ...] | ConversationError]:
+    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | RecordError]:
         """Returns the documents of records, which are JSON objects, or why a record is bad.
 
         A bad record has no conversation, or one in which trained tokens cannot be told from others.
@@ -108,44 +101,44 @@ class Conversations:
         read = [self._read(record) for record in records]
         conversations = [one for parts in read for one in parts if isinstance(one, Conversation)]
         rendered = iter(self.template.render(conversations) if conversations else [])
-        encoded: list[tuple[Encoded, ...] | ConversationError] = []
+        encoded: list[tuple[Encoded, ...] | RecordError] = []
         for parts in read:
             found = [next(rendered) if isinstance(one, Conversation) else one for one in parts]
             try:
                 encoded.append(tuple(map(self._encoded, found)))
-            except ConversationError as error:
+            except RecordError as error:
                 encoded.append(error)
         return encoded
 
-    def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | ConversationError]:
+    def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | RecordError]:
         """Returns the conversations of a record, or the reason why it has none."""
         try:
             found = self.documents(json.loads(utf8))
             return [one if isinstance(one, Texts) else self._checked(one) for one in found]
-        except ConversationError as error:
+        except RecordError as error:
             return [error]
 
     def _checked(self, conversation: Conversation) -> Conversation:
         self.template.refuse_unknown_roles(conversation.messages)
         return _checked(conversation, self.completion_only)
 
-    def _encoded(self, found: Rendered | Texts | ConversationError) -> Encoded:
-        if isinstance(found, ConversationError):
+    def _encoded(self, found: Rendered | Texts | RecordError) -> Encoded:
+        if isinstance(found, RecordError):
             raise found
         if isinstance(found, Texts):
             return self._trains_any(self._texts(*found))
         if not self.completion_only:
             found = Rendered(found.text, [(0, len(found.text))])
         if not any(begin < end for begin, end in found.spans):
-            raise ConversationError("has no message of the assistant to train on")
+            raise RecordError("has no message of the assistant to train on")
         return self._trains_any(self._split(found))
 
     def _trains_any(self, encoded: Encoded) -> Encoded:
-        """Returns a document; raises ConversationError if it needs a token to predict, and has
+        """Returns a document; raises RecordError if it needs a token to predict, and has
         none.
         """
         if self.needs_trained and not encoded.trained[1:].any():
-            raise ConversationError("has an answer without a token to train on")
+            raise RecordError("has an answer without a token to train on")
         return encoded
 
     @property
@@ -165,7 +158,7 @@ class Conversations:
                 around = shown(
                     repr(text[max(0, border - 10) : border] + "|" + text[border : border + 10])
                 )
-                raise ConversationError(
+                raise RecordError(
                     f"a token crosses the border between trained and untrained text, at {around}; "
                     "a special token or white space in the chat template, on the other side of "
                     "the border, keeps them apart"
@@ -212,7 +205,7 @@ class Conversations:
                 else [" and ".join(fields[form])]
             )
             key = "use_sft=true" if form is None or self.form == "auto" else f"sft_format={form}"
-            raise ConversationError(
+            raise RecordError(
                 f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}"
             )
         if form == "text":
@@ -222,7 +215,7 @@ class Conversations:
                 filter(None, (_text(record, "instruction"), _text(record, "input", "")))
             )
             if not asked:
-                raise ConversationError("field instruction is empty")
+                raise RecordError("field instruction is empty")
             answer = answer_of(_text(record, "output"), "output")
             turns = [
                 ("system", _text(record, "system", "")),
@@ -258,13 +251,6 @@ def _form_of(stated: str, names: Collection[str]) -> str:
     return next(named, stated) if stated == "auto" else stated
 
 
-class Encoded(NamedTuple):
-    """A document."""
-
-    ids: np.ndarray  # int32[n]
-    trained: np.ndarray  # bool[n], whether each is trained on
-
-
 class Texts(NamedTuple):
     """A document of two texts."""
 
@@ -281,18 +267,16 @@ def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
         return Conversation([*asked, *answered], extras_of(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
-            raise ConversationError(
+            raise RecordError(
                 f"field {name} is {kind_of_value(value)}, not a text or a list of messages"
             )
-    raise ConversationError(
-        "fields prompt and completion must be both texts, or both lists of messages"
-    )
+    raise RecordError("fields prompt and completion must be both texts, or both lists of messages")
 
 
 def answer_of(text: str, field: str) -> str:
-    """Returns the text of an answer; raises ConversationError if it has nothing to train on."""
+    """Returns the text of an answer; raises RecordError if it has nothing to train on."""
     if not text.strip():
-        raise ConversationError(f"field {field} is empty, so that there is no answer to train on")
+        raise RecordError(f"field {field} is empty, so that there is no answer to train on")
     return text
 
 
@@ -300,27 +284,27 @@ def _text(record: Mapping[str, object], name: str, default: str | None = None) -
     value = record.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
-        raise ConversationError(f"field {name} is {kind_of_value(value)}, not a text")
+        raise RecordError(f"field {name} is {kind_of_value(value)}, not a text")
     return value
 
 
 def _checked(conversation: Conversation, completion_only: bool) -> Conversation:
-    """Returns a conversation with the messages to leave out of training; raises ConversationError
+    """Returns a conversation with the messages to leave out of training; raises RecordError
     if it has no end.
     """
     messages = conversation.messages
     if messages[-1]["role"] == "user":
-        raise ConversationError(
+        raise RecordError(
             "ends with a message of the user, and no message of the assistant answers it"
         )
     stated = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
     for number, (message, trained) in enumerate(zip(messages, stated, strict=True), 1):
         if trained and completion_only and message["role"] != "assistant":
-            raise ConversationError(
+            raise RecordError(
                 f"message {number} states that it is trained on, and it is not the assistant's"
             )
         if trained is False and not completion_only:
-            raise ConversationError(
+            raise RecordError(
                 f"message {number} states that it is not trained on, and "
                 "sft_train_on_completion_only=false trains on all; works: "
                 "sft_train_on_completion_only=true"
@@ -342,101 +326,9 @@ def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
     for name in _WEIGHTS:
         if message.get(name) not in (None, 0, 1):  # False and True too
             value = shown(repr(message[name]))
-            raise ConversationError(
+            raise RecordError(
                 f"message {number}: {name} is {value}, and it must be 0 or 1, or false or true"
             )
     if len(found) > 1:
-        raise ConversationError(f"message {number}: weight and train contradict each other")
+        raise RecordError(f"message {number}: weight and train contradict each other")
     return next(iter(found), None)
-
-
-def messages_of(value: object, field: str) -> list[dict[str, object]]:
-    """Returns the messages of a field, without the empty fields that tables have; raises
-    ConversationError.
-    """
-    if not isinstance(value, list) or not value:
-        raise ConversationError(f"field {field} is {kind_of_value(value)}, not a list of messages")
-    return [
-        _message(message, f"message {number} of field {field}")
-        for number, message in enumerate(value, 1)
-    ]
-
-
-def _message(message: object, where: str) -> dict[str, object]:
-    """Returns a message with `role` and `content`, which ShareGPT calls `from` and `value`."""
-    if not isinstance(message, dict):
-        raise ConversationError(f"{where} is not an object")
-    kept = {
-        key: value
-        for key, value in message.items()
-        if value is not None or key in ("role", "content")
-    }
-    if "role" not in kept and "from" in kept:
-        role = kept.pop("from")
-        kept["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
-        kept["content"] = kept.pop("value", None)
-    role = kept.get("role")
-    if not isinstance(role, str):
-        raise ConversationError(f"{where} is not an object with a role, which is a text")
-    kept["content"] = _content(kept, role, where)
-    return kept
-
-
-def _content(message: Mapping[str, object], role: str, where: str) -> str | None:
-    """Returns the text of a message; None only beside calls of tools. Parts of text are joined."""
-    content = message.get("content")
-    if isinstance(content, list) and content:
-        content = "".join(_part_text(part, where) for part in content)
-    has_calls = role == "assistant" and any(message.get(name) for name in _CALLS)
-    if has_calls and not content:
-        return None
-    if not isinstance(content, str):
-        raise ConversationError(f"{where}: content is {kind_of_value(content)}, not a text")
-    if not content.strip() and role not in _MAY_BE_EMPTY:
-        raise ConversationError(f"{where}: content is empty")
-    return content
-
-
-def _part_text(part: object, where: str) -> str:
-    """Returns the text of a part of a content, as OpenAI's messages have; raises ConversationError
-    for other parts.
-    """
-    if not isinstance(part, dict):
-        raise ConversationError(
-            f"{where}: a part of content is {kind_of_value(part)}, not an object of type text"
-        )
-    if part.get("type") != "text":
-        kind = shown(repr(part.get("type")))
-        raise ConversationError(
-            f"{where}: content has a part of type {kind}, and only parts of text can be trained on"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise ConversationError(
-            f"{where}: the text of a part of content is {kind_of_value(text)}, not a text"
-        )
-    return text
-
-
-def extras_of(record: Mapping[str, object]) -> dict[str, object]:
-    """Returns the fields of a record that a chat template sees besides the messages."""
-    tools, more = record.get("tools"), record.get("chat_template_kwargs")
-    if isinstance(tools, str):
-        try:
-            tools = read_json(tools, "field tools, a text,")
-        except RefusedContent as error:
-            raise ConversationError(str(error)) from error
-    if tools is not None and not isinstance(tools, list):
-        raise ConversationError(f"field tools is {kind_of_value(tools)}, not a list")
-    if more is not None and not isinstance(more, dict):
-        raise ConversationError(
-            f"field chat_template_kwargs is {kind_of_value(more)}, not an object"
-        )
-    return {**(more or {}), "tools": tools or None}
-
-
-def kind_of_value(value: object) -> str:
-    """Returns what a value is where a text must be, for messages: `null`, `empty`, `a list`."""
-    if value is None:
-        return "null"
-    return f"a {type(value).__name__}" if value or not isinstance(value, list) else "empty"

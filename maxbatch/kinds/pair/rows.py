@@ -15,7 +15,7 @@ import numpy as np
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
 from maxbatch.data.stream.rows import Extents, Pieces, RowArrays, assemble
-from maxbatch.data.stream.trained_tokens import ConversationFigures
+from maxbatch.data.stream.trained_tokens import TrainedFigures
 
 
 class PairRows:
@@ -46,7 +46,7 @@ class PairRows:
         self.num_rows = self.num_documents = len(start_Sx2)
         self.num_tokens = int(self._length_Sx2.sum())
         self.skipped_records = int(store.manifest["skipped_records"])
-        self.conversations: ConversationFigures | None = None
+        self.trained: TrainedFigures | None = None
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         row_n = np.asarray(rows_n, np.int64)

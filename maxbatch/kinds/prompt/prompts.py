@@ -35,10 +35,10 @@ from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import order_identity
 from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import check_special_tokens, make_tokenizer
-from maxbatch.kinds.conversation.records import messages_of
+from maxbatch.kinds.conversation.messages import messages_of
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.refusals import check_lengths, check_type
 from maxbatch.kinds.prompt.templates import Template
@@ -219,7 +219,7 @@ class PromptText:
         where = f"prompt_template={shown(repr(self.template.text))}: {place}"
         try:
             messages = self._messages(record)
-        except ConversationError as error:
+        except RecordError as error:
             raise ConfigError(f"{where}: {error}") from None
         if messages is None:
             return Written(self.template.fill(record, place), is_chat=False)
@@ -240,7 +240,7 @@ class PromptText:
         return problem.removeprefix(RECORD).lstrip(": ")
 
     def _messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
-        """Returns a record's messages if its prompt is a conversation; raises ConversationError for
+        """Returns a record's messages if its prompt is a conversation; raises RecordError for
         broken ones.
         """
         field = self.template.only_field

@@ -9,7 +9,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.data.tokenizers.chat_rendering import Conversation, Rendered, Renderer
 from maxbatch.data.tokenizers.chat_template import ChatTemplate, read_template
-from maxbatch.data.tokenizers.errors import ConversationError
+from maxbatch.data.tokenizers.errors import RecordError
 from tests.helpers.chats import CHATML, SPECIAL, talk
 
 LLAMA3 = (
@@ -93,19 +93,19 @@ def test_what_cannot_be_told_apart_or_is_refused_says_why() -> None:
     backwards = template(
         "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    with pytest.raises(ConversationError, match="message 2 differently"):
+    with pytest.raises(RecordError, match="message 2 differently"):
         trained(backwards, talk("a", "b"))
     strict = template(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     )
-    with pytest.raises(ConversationError, match=r"refuses it \(no system role\)"):
+    with pytest.raises(RecordError, match=r"refuses it \(no system role\)"):
         trained(strict, talk("a", "b", system="s"))
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
-    with pytest.raises(ConversationError):
+    with pytest.raises(RecordError):
         trained(template("{{ messages.__class__.__mro__[1].__subclasses__() }}"), talk("a", "b"))
-    with pytest.raises(ConversationError):
+    with pytest.raises(RecordError):
         trained(template("{{ messages.append(1) }}"), talk("a", "b"))
 
 
@@ -165,7 +165,7 @@ def test_special_tokens_in_a_text_move_no_weights_of_others() -> None:
         trained(template(CHATML), talk("a", f"b{forged}", "c", "d"))[0]
         == f"b{forged.rstrip()}\n<|im_end|>"
     )
-    with pytest.raises(ConversationError, match=r"message 2 writes <\|im_end\|> itself"):
+    with pytest.raises(RecordError, match=r"message 2 writes <\|im_end\|> itself"):
         trained(template(THINKING), talk("a", f"b{forged}", "c", "d"))
 
 
@@ -217,7 +217,7 @@ def test_a_template_is_bound_in_time_and_memory(
 )
 def test_what_a_template_makes_of_one_conversation_is_bound(source: str) -> None:
     refused, _ = template(source).render([Conversation(talk("a", "b")["messages"], {})] * 2)
-    assert isinstance(refused, ConversationError) and (
+    assert isinstance(refused, RecordError) and (
         "Range too big" in str(refused) or "33,554,432" in str(refused)
     )
 
