@@ -175,17 +175,17 @@ class _Parser(argparse.ArgumentParser):
             for word in unknown
             if word.startswith("-")
         }
-        foreign, said = dict[str, str](), list[str]()
+        foreign, problems = dict[str, str](), list[str]()
         for flag in texts or [unknown[0]]:
             nearest = self._nearest(flag, least_like=0.9) or self._of_model(flag)
             if not nearest and flag in texts and hint(flag):
                 foreign[flag] = texts[flag]
                 continue
             nearest = nearest or self._nearest(flag)
-            said.append(
+            problems.append(
                 f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
             )
-        raise ConfigError("; ".join([*said, *([self._foreign(foreign)] if foreign else [])]))
+        raise ConfigError("; ".join([*problems, *([self._foreign(foreign)] if foreign else [])]))
 
     def _nearest(self, flag: str, least_like: float = 0.7) -> str | None:
         """Returns the known flag most like `flag`, or the only one that begins with it or has all
@@ -216,29 +216,29 @@ class _Parser(argparse.ArgumentParser):
 
     def _plain(self, message: str) -> str:
         """Returns argparse's message in the words of our own."""
-        head, _, said = message.removeprefix("argument ").partition(": ")
+        head, _, problem = message.removeprefix("argument ").partition(": ")
         if head.startswith("the following arguments"):
-            return f"{said}: must be given; works: {self.example}"
+            return f"{problem}: must be given; works: {self.example}"
         if message.startswith("one of the arguments"):
             return (
                 f"{' or '.join(re.findall('--[a-z-]+', message))}: must be given; works: "
                 f"{self.example}"
             )
-        if said.startswith("not allowed with argument "):
+        if problem.startswith("not allowed with argument "):
             return (
                 f"{head}: must not be given beside "
-                f"{said.removeprefix('not allowed with argument ')}"
+                f"{problem.removeprefix('not allowed with argument ')}"
             )
-        if found := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", said):
-            typed, choices = found[1], found[2].replace("'", "").split(", ")
+        if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem):
+            typed, choices = choice[1], choice[2].replace("'", "").split(", ")
             works = nearest_name(typed, choices) or choices[0]
             return f"{head} {typed}: must be one of {', '.join(choices)}; works: {head} {works}"
-        if said.startswith("expected "):
+        if problem.startswith("expected "):
             return f"{head}: must be given a value"
-        if said.startswith("ignored explicit argument "):
+        if problem.startswith("ignored explicit argument "):
             return f"{head}: takes no value"
         works = f"; works: {head} " if head.startswith("-") else "; works: "
-        return f"{head} {said}".rstrip().replace("; works: ", works)
+        return f"{head} {problem}".rstrip().replace("; works: ", works)
 
     def _foreign(self, flags: Mapping[str, str]) -> str:
         """Returns the message about flags, and their texts, that are keys or words of other
@@ -247,12 +247,12 @@ class _Parser(argparse.ArgumentParser):
         from maxbatch.commands.arguments import on_machine
         from maxbatch.config.loading import find_config, resolve
 
-        parts = [
+        words = [
             part
             for word in self.words
             for part in (word.split("=", 1) if word.startswith("--") else [word])
         ]
-        after = dict(itertools.pairwise(parts))
+        after = dict(itertools.pairwise(words))
 
         def counted(*names: str) -> int | None:
             counts = (after.get(name, "") for name in names)

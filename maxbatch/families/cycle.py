@@ -93,9 +93,9 @@ def places_of_shared_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
 def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer sees a window only."""
     cycle = cycle_of(model)
-    stated = is_local_layer(model.attention_type, num_layers)
+    of_attention_type = is_local_layer(model.attention_type, num_layers)
     forms = (cycle[layer % len(cycle)] for layer in range(num_layers))
     return tuple(
-        one if form.is_local is None else form.is_local
-        for one, form in zip(stated, forms, strict=True)
+        by_attention_type if form.is_local is None else form.is_local
+        for by_attention_type, form in zip(of_attention_type, forms, strict=True)
     )

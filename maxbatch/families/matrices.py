@@ -248,8 +248,8 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     family = FAMILIES[decoder_block]
 
     def norm(name: str, axis: str = "norm") -> tuple[Parameter, ...]:
-        parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
-        return tuple(Parameter(f"{name}.{part}", (axis,)) for part in parts)
+        weights = ("scale", "bias") if family.norm == "layer" else ("scale",)
+        return tuple(Parameter(f"{name}.{part}", (axis,)) for part in weights)
 
     def normalised(heads: Axes) -> Axes:
         return heads[1:] if family.qk_norm_over == "head" else heads
@@ -478,12 +478,12 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         return tuple(row for path, form in places for row in layers(".".join(path), form))
 
     def if_any(rows: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        def own(row: Parameter) -> Parameter:
+        def owned(row: Parameter) -> Parameter:
             return dataclasses.replace(
                 row, has=lambda m: num_layers(m, row.path[0]) > 0 and row.has(m)
             )
 
-        return tuple(map(own, rows))
+        return tuple(map(owned, rows))
 
     dense = layers(DENSE_LAYERS, LayerForm(has_experts=False)) if family.has_latents else ()
     return (

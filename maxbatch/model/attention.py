@@ -44,12 +44,12 @@ def choose_implementation(config: DecoderConfig, platform: str, context: int) ->
     platforms: dict[Kernel, tuple[str, str]]
     platforms = {"splash": ("tpu", "run on TPUs"), "cudnn": ("gpu", "run on NVIDIA GPUs")}
     rules = {
-        name: list(own)
-        for name, own in attention_rules(config, config.max_target_length, context).items()
+        name: list(checks)
+        for name, checks in attention_rules(config, config.max_target_length, context).items()
     }
     for name, (needed, words) in platforms.items():
         rules[name].insert(0, (platform == needed, f"{words}, and the devices are {platform}"))
-    broken = {name: [rule for holds, rule in own if not holds] for name, own in rules.items()}
+    broken = {name: [rule for holds, rule in checks if not holds] for name, checks in rules.items()}
     best = next(name for name in rules if not broken[name])
     if config.attention == "auto":
         return best
@@ -178,8 +178,10 @@ def attend_to_cache(
         def attended_of(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             return attend_to_cache(block[0], cache, block[1], scores, sinks_H)
 
-        found: jax.Array = jax.lax.map(attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT)))
-        return found.swapaxes(0, 1).reshape(rows, tokens + more, heads, -1)[:, :tokens]
+        blocks_attended: jax.Array = jax.lax.map(
+            attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT))
+        )
+        return blocks_attended.swapaxes(0, 1).reshape(rows, tokens + more, heads, -1)[:, :tokens]
     kv_heads = cache.keys_NxBxKxLxh.shape[1]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
     logits, visible_BxTxL = _cache_logits(q_BxTxKxGxh, cache, positions_BxT, scores)
@@ -229,8 +231,8 @@ def _cache_logits(
 def _cache_values(weights_BxKxGxTxL: jax.Array, cache: Cache) -> jax.Array:
     """Returns the weighted sums of values, [B, T, K, G, h]."""
     v_BxKxLxh = cache.values_NxBxKxLxh
-    own = weights_BxKxGxTxL[..., -v_BxKxLxh.shape[2] :]
-    summed = jnp.einsum("bkgtl,bklh->btkgh", own, v_BxKxLxh)
+    weights_of_row = weights_BxKxGxTxL[..., -v_BxKxLxh.shape[2] :]
+    summed = jnp.einsum("bkgtl,bklh->btkgh", weights_of_row, v_BxKxLxh)
     if cache.prompts is not None:
         v_QxKxPxh = cache.prompts.values_NxBxKxLxh
         before = weights_BxKxGxTxL[..., : v_QxKxPxh.shape[2]]
@@ -382,9 +384,9 @@ class Attention(nnx.Module):
 
     def _heads(self, name: str, x_MxLxD: jax.Array, rope: Rope | None, norm: Norm) -> jax.Array:
         def weight(name: str) -> Any:
-            found = getattr(self, name)[...]
+            array = getattr(self, name)[...]
             turns = self.rotates_neighbours and rope is not None and not name.startswith("value")
-            return neighbours_apart(found, found.shape[-1]) if turns else found
+            return neighbours_apart(array, array.shape[-1]) if turns else array
 
         out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
         if hasattr(self, f"{name}_bias"):

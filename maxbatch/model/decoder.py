@@ -412,48 +412,52 @@ class Decoder(nnx.Module):
         inputs, inputs_of_shared = self._layer_inputs(tokens_MxL, x_MxLxD)
 
         def through(
-            layerdef: LayerDef, shared: SharedKeys, x_MxLxD: jax.Array, slots: Slots, one: Stacked
+            layerdef: LayerDef,
+            shared: SharedKeys,
+            x_MxLxD: jax.Array,
+            slots: Slots,
+            element: Stacked,
         ) -> tuple[jax.Array, list[RoutingSums], SharedKeys]:
             """Returns x after one element of a stack, the sums of its experts, and keys and values
             to be shared.
             """
-            found: list[RoutingSums] = []
-            own: SharedKeys = {}
+            all_sums: list[RoutingSums] = []
+            new_keys: SharedKeys = {}
             for place, (module, is_local, number, input_MxLxP) in enumerate(
-                self._in_order(layerdef, one)
+                self._in_order(layerdef, element)
             ):
                 lengths = partial(lengths_in_segments, slots.segments_MxL)
                 rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
                 keys_values = shared[self.places_of_keys[place]] if shared else None
                 if self.shares_keys and not shared and place in self.places_of_keys:
-                    keys_values = own[place] = module.keys_values(x_MxLxD, rope)
+                    keys_values = new_keys[place] = module.keys_values(x_MxLxD, rope)
                 x_MxLxD, sums = module(
                     x_MxLxD, slots, rope, is_local, number, input_MxLxP, keys_values
                 )
-                found += [] if sums is None else [sums]
-            return x_MxLxD, found, own
+                all_sums += [] if sums is None else [sums]
+            return x_MxLxD, all_sums, new_keys
 
         def layers_of(
             layerdef: LayerDef, shared: SharedKeys | None = None
         ) -> Layers[RoutingSums | None]:
             def layer(
-                x_MxLxD: jax.Array, slots: Slots, one: Stacked
+                x_MxLxD: jax.Array, slots: Slots, element: Stacked
             ) -> tuple[jax.Array, RoutingSums | None]:
-                x_MxLxD, found, _ = through(layerdef, shared or {}, x_MxLxD, slots, one)
+                x_MxLxD, all_sums, _ = through(layerdef, shared or {}, x_MxLxD, slots, element)
                 if self.cycle_length > 1:
                     return x_MxLxD, jax.tree.map(
-                        lambda *of_layers: jnp.stack(of_layers), *found
-                    ) if found else None
-                return x_MxLxD, found[0] if found else None
+                        lambda *of_layers: jnp.stack(of_layers), *all_sums
+                    ) if all_sums else None
+                return x_MxLxD, all_sums[0] if all_sums else None
 
             return layer
 
         def sharing_layers_of(layerdef: LayerDef) -> Layers[SharedKeys]:
             def layer(
-                x_MxLxD: jax.Array, slots: Slots, one: Stacked
+                x_MxLxD: jax.Array, slots: Slots, element: Stacked
             ) -> tuple[jax.Array, SharedKeys]:
-                x_MxLxD, _, own = through(layerdef, {}, x_MxLxD, slots, one)
-                return x_MxLxD, own
+                x_MxLxD, _, new_keys = through(layerdef, {}, x_MxLxD, slots, element)
+                return x_MxLxD, new_keys
 
             return layer
 
@@ -595,10 +599,10 @@ class Decoder(nnx.Module):
             def layer(
                 carried: tuple[jax.Array, Caches], numbered: tuple[jax.Array | int, Stacked]
             ) -> tuple[tuple[jax.Array, Caches], None]:
-                (x_BxTxD, caches), (index, one) = carried, numbered
-                found = list(caches.places)
+                (x_BxTxD, caches), (index, element) = carried, numbered
+                place_caches = list(caches.places)
                 for place, (module, is_local, _, input_BxTxP) in enumerate(
-                    self._in_order(layerdef, one)
+                    self._in_order(layerdef, element)
                 ):
                     rope = None
                     if ropes is not None and module.has_rope:
@@ -606,16 +610,22 @@ class Decoder(nnx.Module):
                     read, of_layer = (
                         (self.places_of_keys[place], first) if shares else (place, index)
                     )
-                    x_BxTxD, found[read] = module.with_cache(
-                        x_BxTxD, positions_BxT, rope, found[read], of_layer, is_local, input_BxTxP
+                    x_BxTxD, place_caches[read] = module.with_cache(
+                        x_BxTxD,
+                        positions_BxT,
+                        rope,
+                        place_caches[read],
+                        of_layer,
+                        is_local,
+                        input_BxTxP,
                     )
-                return (x_BxTxD, Caches(tuple(found))), None
+                return (x_BxTxD, Caches(tuple(place_caches))), None
 
             if self.scan_layers:
-                found, _ = jax.lax.scan(
+                after_all, _ = jax.lax.scan(
                     layer, carried, (first + jnp.arange(stacked.num_layers), stacked)
                 )
-                return found
+                return after_all
             for numbered in enumerate(stacked.one_by_one(), first):
                 carried, _ = layer(carried, numbered)
             return carried
@@ -647,24 +657,25 @@ class Decoder(nnx.Module):
             return Stacked(parameters, number=numbers)
         return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
 
-    def _in_order(self, layerdef: LayerDef, one: Stacked) -> list[NumberedLayer]:
+    def _in_order(self, layerdef: LayerDef, element: Stacked) -> list[NumberedLayer]:
         """Returns the layers of one element of a stack: a layer, or those of a cycle."""
-        module = nnx.merge(layerdef, one.parameters)
-        inputs = [None] * self.cycle_length if one.inputs is None else one.inputs
+        module = nnx.merge(layerdef, element.parameters)
+        inputs = [None] * self.cycle_length if element.inputs is None else element.inputs
         if isinstance(module, DecoderLayer):
-            return [NumberedLayer(module, self._is_local(one), one.number, inputs[0])]
+            return [NumberedLayer(module, self._is_local(element), element.number, inputs[0])]
         numbers = [
-            None if one.number is None else one.number + place for place in range(module.length)
+            None if element.number is None else element.number + place
+            for place in range(module.length)
         ]
         return [
-            NumberedLayer(layer, bool(layer.is_local), number, own)
-            for layer, number, own in zip(module.layers, numbers, inputs, strict=True)
+            NumberedLayer(layer, bool(layer.is_local), number, layer_input)
+            for layer, number, layer_input in zip(module.layers, numbers, inputs, strict=True)
         ]
 
-    def _is_local(self, one: Stacked) -> jax.Array | bool:
-        if one.is_local is None:
+    def _is_local(self, element: Stacked) -> jax.Array | bool:
+        if element.is_local is None:
             return self.local_layers[0]
-        return one.is_local.value if isinstance(one.is_local, Static) else one.is_local
+        return element.is_local.value if isinstance(element.is_local, Static) else element.is_local
 
     def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
         # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of
@@ -734,13 +745,13 @@ def _run_layers(
     stacked alike.
     """
     if scanned and stacked.num_layers > 1:
-        x_MxLxD, sums = jax.lax.scan(lambda x, one: layer(x, slots, one), x_MxLxD, stacked)
+        x_MxLxD, sums = jax.lax.scan(lambda x, element: layer(x, slots, element), x_MxLxD, stacked)
         return x_MxLxD, sums
-    found = []
-    for one in stacked.one_by_one():
-        x_MxLxD, of_layer = layer(x_MxLxD, slots, one)
-        found.append(of_layer)
-    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)
+    sums_of_layers = []
+    for element in stacked.one_by_one():
+        x_MxLxD, of_layer = layer(x_MxLxD, slots, element)
+        sums_of_layers.append(of_layer)
+    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *sums_of_layers)
 
 
 def _run_to_last(
@@ -757,12 +768,12 @@ def _run_to_last(
     if scanned and stacked.num_layers > 1:
 
         def run(
-            carried: tuple[jax.Array, SharedKeys], one: Stacked
+            carried: tuple[jax.Array, SharedKeys], element: Stacked
         ) -> tuple[tuple[jax.Array, SharedKeys], None]:
-            return layer(carried[0], slots, one), None
+            return layer(carried[0], slots, element), None
 
         (x_MxLxD, nothing), _ = jax.lax.scan(run, (x_MxLxD, nothing), stacked)
         return x_MxLxD, nothing
-    for one in stacked.one_by_one():
-        x_MxLxD, nothing = layer(x_MxLxD, slots, one)
+    for element in stacked.one_by_one():
+        x_MxLxD, nothing = layer(x_MxLxD, slots, element)
     return x_MxLxD, nothing

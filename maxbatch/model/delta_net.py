@@ -73,15 +73,15 @@ class GatedDeltaNet(nnx.Module):
         dtype.
         """
         del rope, is_local
-        own = self._whole(self._projected(x_MxLxD))
+        projected = self._whole(self._projected(x_MxLxD))
         q, k, v = (
             jax.nn.silu(causal_convolution(x, kernel, segments_MxL))
-            for x, kernel in zip(own[:3], self._kernels, strict=True)
+            for x, kernel in zip(projected[:3], self._kernels, strict=True)
         )
         read_MxLxHxv, _ = gated_delta_rule(
-            q, k, v, own.log_decay_MxLxH, own.rate_MxLxH, segments_MxL, CHUNK_TOKENS
+            q, k, v, projected.log_decay_MxLxH, projected.rate_MxLxH, segments_MxL, CHUNK_TOKENS
         )
-        joined_MxLxD = self._joined(read_MxLxHxv, own.gate_MxLxHxv)
+        joined_MxLxD = self._joined(read_MxLxHxv, projected.gate_MxLxHxv)
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept)
 
     def with_cache(
@@ -100,9 +100,9 @@ class GatedDeltaNet(nnx.Module):
         """
         del rope, is_local
         assert isinstance(cache, StateCache), "layers of the gated delta rule have states"
-        own, before = self._projected(x_BxTxD), cache.layer(layer)
+        projected, before = self._projected(x_BxTxD), cache.layer(layer)
         ones_BxT = jnp.ones(positions_BxT.shape, jnp.int32)
-        log_decay_BxTxH, rate_BxTxH = own.log_decay_MxLxH, own.rate_MxLxH
+        log_decay_BxTxH, rate_BxTxH = projected.log_decay_MxLxH, projected.rate_MxLxH
         if cache.ends_B is not None:
             is_read_BxTx1 = (positions_BxT < cache.ends_B[:, None])[..., None]
             log_decay_BxTxH, rate_BxTxH = (
@@ -110,13 +110,13 @@ class GatedDeltaNet(nnx.Module):
             )
         q, k, v = (
             jax.nn.silu(causal_convolution(x, kernel, ones_BxT, last))
-            for x, kernel, last in zip(own[:3], self._kernels, before.inputs, strict=True)
+            for x, kernel, last in zip(projected[:3], self._kernels, before.inputs, strict=True)
         )
         read_BxTxHxv, state_BxHxkxv = gated_delta_rule(
             q, k, v, log_decay_BxTxH, rate_BxTxH, ones_BxT, CHUNK_TOKENS, before.states_NxBxHxkxv
         )
-        cache = cache.write(layer, positions_BxT, state_BxHxkxv, own[:3])
-        return self._joined(read_BxTxHxv, own.gate_MxLxHxv), cache
+        cache = cache.write(layer, positions_BxT, state_BxHxkxv, projected[:3])
+        return self._joined(read_BxTxHxv, projected.gate_MxLxHxv), cache
 
     def empty_cache(
         self, num_layers: int, num_rows: int, dtype: jax.typing.DTypeLike, ends_B: jax.Array | None
@@ -157,21 +157,21 @@ class GatedDeltaNet(nnx.Module):
             x[...].astype(jnp.float32)[None, None] for x in (self.decay_scale, self.decay_shift)
         )
         log_decay_MxLxH = -jnp.exp(scale_H) * jax.nn.softplus(rates("decay") + shift_H)
-        own = heads("query"), heads("key"), heads("value"), heads("gate")
-        return _Projected(*own, log_decay_MxLxH, jax.nn.sigmoid(rates("rate")))
+        products = heads("query"), heads("key"), heads("value"), heads("gate")
+        return _Projected(*products, log_decay_MxLxH, jax.nn.sigmoid(rates("rate")))
 
-    def _whole(self, own: _Projected) -> _Projected:
+    def _whole(self, projected: _Projected) -> _Projected:
         """Returns the products with whole rows on each device of a context axis: a state needs all
         tokens before.
         """
         heads, rates = ("batch", None, "delta_heads", None), ("batch", None, "delta_heads")
         keys = ("batch", None, "delta_key_heads", None)
-        return own._replace(
-            q_MxLxKxk=self.constrain(own.q_MxLxKxk, keys),
-            k_MxLxKxk=self.constrain(own.k_MxLxKxk, keys),
-            v_MxLxHxv=self.constrain(own.v_MxLxHxv, heads),
-            log_decay_MxLxH=self.constrain(own.log_decay_MxLxH, rates),
-            rate_MxLxH=self.constrain(own.rate_MxLxH, rates),
+        return projected._replace(
+            q_MxLxKxk=self.constrain(projected.q_MxLxKxk, keys),
+            k_MxLxKxk=self.constrain(projected.k_MxLxKxk, keys),
+            v_MxLxHxv=self.constrain(projected.v_MxLxHxv, heads),
+            log_decay_MxLxH=self.constrain(projected.log_decay_MxLxH, rates),
+            rate_MxLxH=self.constrain(projected.rate_MxLxH, rates),
         )
 
     def _joined(self, read_MxLxHxv: jax.Array, gate_MxLxHxv: jax.Array) -> jax.Array:

@@ -59,9 +59,9 @@ def causal_convolution(
     segments = jnp.concatenate([jnp.repeat(outside, width - 1, axis=1), segments_MxL], axis=1)
     total = x_MxLxC * kernel_CxW[..., -1]
     for back in range(1, width):
-        here = slice(width - 1 - back, width - 1 - back + length)
-        is_same = (segments[:, here] == segments_MxL).reshape(rows, length, *[1] * len(channels))
-        total += jnp.where(is_same, x[:, here], 0) * kernel_CxW[..., -1 - back]
+        shifted = slice(width - 1 - back, width - 1 - back + length)
+        is_same = (segments[:, shifted] == segments_MxL).reshape(rows, length, *[1] * len(channels))
+        total += jnp.where(is_same, x[:, shifted], 0) * kernel_CxW[..., -1 - back]
     return total
 
 
@@ -119,7 +119,7 @@ def gated_delta_rule(
     segments_MxL = jnp.pad(segments_MxL, [(0, 0), (0, -length % chunk_size)], mode="edge")
     segments_NxMxc = segments_MxL.reshape(segments_MxL.shape[0], -1, chunk_size).swapaxes(0, 1)
     with jax.default_matmul_precision("highest"):
-        parts = _solved(
+        solved = _solved(
             chunks(q_MxLxKxk, groups),
             chunks(k_MxLxKxk, groups),
             chunks(v_MxLxHxv),
@@ -127,7 +127,7 @@ def gated_delta_rule(
             chunks(rate_MxLxH),
             _Documents.of(segments_NxMxc, is_going_on),
         )
-        last_MxHxkxv, o_NxMxHxcxv = jax.lax.scan(_chunk, state_MxHxkxv.astype(jnp.float32), parts)
+        last_MxHxkxv, o_NxMxHxcxv = jax.lax.scan(_chunk, state_MxHxkxv.astype(jnp.float32), solved)
     o_MxNxcxHxv = jnp.moveaxis(o_NxMxHxcxv, (0, 2), (1, 3))
     return o_MxNxcxHxv.reshape(o_MxNxcxHxv.shape[0], -1, *o_MxNxcxHxv.shape[3:])[
         :, :length
@@ -219,9 +219,9 @@ def _solved(
     return _Chunks(written, reading, q, scores, k, into_NxMxHxc[..., -1])
 
 
-def _chunk(state_MxHxkxv: jax.Array, own: _Chunks) -> tuple[jax.Array, jax.Array]:
+def _chunk(state_MxHxkxv: jax.Array, terms: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Returns the state after a chunk, and what its tokens read, [M, H, c, v]."""
-    written, reading, q_MxHxcxk, scores_MxHxcxc, k_MxHxcxk, decay_MxH = own
+    written, reading, q_MxHxcxk, scores_MxHxcxc, k_MxHxcxk, decay_MxH = terms
     written_MxHxcxv = written - jnp.einsum("...ck,...kv->...cv", reading, state_MxHxkxv)
     read_MxHxcxv = jnp.einsum("...ck,...kv->...cv", q_MxHxcxk, state_MxHxkxv)
     read_MxHxcxv += jnp.einsum("...cd,...dv->...cv", scores_MxHxcxc, written_MxHxcxv)

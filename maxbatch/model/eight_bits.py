@@ -231,9 +231,11 @@ def _spread(scales: jax.Array, axes: str, wanted: str) -> jax.Array:
     """Returns scales with the axes of a result, of size 1 where they do not vary; they are 1 along
     the others.
     """
-    own = "".join(axis for axis in wanted if axis in axes)
-    moved = jnp.einsum(f"{axes}->{own}", scales)
-    return jnp.expand_dims(moved, [number for number, axis in enumerate(wanted) if axis not in own])
+    own_axes = "".join(axis for axis in wanted if axis in axes)
+    moved = jnp.einsum(f"{axes}->{own_axes}", scales)
+    return jnp.expand_dims(
+        moved, [number for number, axis in enumerate(wanted) if axis not in own_axes]
+    )
 
 
 class MatrixCodes(NamedTuple):

@@ -133,7 +133,7 @@ def token_logprobs_of(
     decoder: Decoder, x_MxLxD: jax.Array, tokens_MxL: jax.Array, *, batch_shards: int = 1
 ) -> TokenScores:
     """Returns `token_logprobs` of rows whose last hidden state is x."""
-    found = target_scores(
+    scores = target_scores(
         decoder, x_MxLxD, jnp.roll(tokens_MxL, -1, axis=1), batch_shards=batch_shards
     )
     is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, tokens_MxL.shape, 1) == 0
@@ -143,7 +143,7 @@ def token_logprobs_of(
             is_first_MxL, jnp.zeros((), found_MxL.dtype), jnp.roll(found_MxL, 1, axis=1)
         )
 
-    return TokenScores(*map(after_first, found))
+    return TokenScores(*map(after_first, scores))
 
 
 def target_scores(
@@ -172,11 +172,11 @@ def target_scores(
             logprobs_MxT, entropies_MxT, jnp.argmax(logprobs_MxTxV, axis=-1) == targets_MxT
         )
 
-    _, found = jax.lax.scan(
+    _, scores = jax.lax.scan(
         lambda _, xs: (None, piece(*xs)), None, (cut(x_MxLxD), cut(targets_MxL))
     )
     return TokenScores(
-        *(jnp.moveaxis(found_CxMxT, 0, 1).reshape(rows, length) for found_CxMxT in found)
+        *(jnp.moveaxis(scores_CxMxT, 0, 1).reshape(rows, length) for scores_CxMxT in scores)
     )
 
 

@@ -49,12 +49,12 @@ class RopeKeys:
         """Returns the keys of a config; without global heads the head is the part of it that is
         rotated.
         """
-        stated = {
+        keys_of_config = {
             field.name: config[field.name]
             for field in dataclasses.fields(cls)
             if field.name != "global_head_dim"
         }
-        keys = cls(**stated, global_head_dim=global_head_dim(config))
+        keys = cls(**keys_of_config, global_head_dim=global_head_dim(config))
         family = FAMILIES[config.decoder_block]
         if family.has_global_heads:
             return keys
@@ -108,13 +108,13 @@ class Ropes:
         """
         if self._local and is_local is True:
             return _at(positions_MxL, self._local)
-        found = _at(positions_MxL, self._global)
+        table = _at(positions_MxL, self._global)
         if self._long:
             is_long_MxLx1 = lengths()[..., None] > self._original
-            found = _where(is_long_MxLx1, _at(positions_MxL, self._long), found)
+            table = _where(is_long_MxLx1, _at(positions_MxL, self._long), table)
         if self._local is None or isinstance(is_local, bool):
-            return found
-        return _where(is_local, _at(positions_MxL, self._local), found)
+            return table
+        return _where(is_local, _at(positions_MxL, self._local), table)
 
 
 def neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | Adapted:

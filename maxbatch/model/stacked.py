@@ -51,12 +51,12 @@ class Stacked(NamedTuple):
             [part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)]
             for array in arrays
         ]
-        parameters = [jax.tree.unflatten(treedef, parts) for parts in zip(*split, strict=True)]
+        parameters = [jax.tree.unflatten(treedef, leaves) for leaves in zip(*split, strict=True)]
         numbers = [None] * num_layers if self.number is None else self.number
         inputs = [None] * num_layers if self.inputs is None else self.inputs
         return [
-            Stacked(own, self._is_local(layer), numbers[layer], inputs[layer])
-            for layer, own in enumerate(parameters)
+            Stacked(parameters_of_layer, self._is_local(layer), numbers[layer], inputs[layer])
+            for layer, parameters_of_layer in enumerate(parameters)
         ]
 
     def _is_local(self, layer: int) -> Static | jax.Array | None:

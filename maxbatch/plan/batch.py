@@ -187,7 +187,7 @@ class BatchPlan:
             total = samples_per_epoch = None  # the prompts read are known only afterwards
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
         slots = config.slots_per_sample
-        parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
+        pipeline_parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         epoch_batches = samples_per_epoch and -(
             -samples_per_epoch * manager.rows_per_sample // batch
@@ -211,10 +211,10 @@ class BatchPlan:
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=unit.batch_shards,
             num_pipeline_stages=unit.num_pipeline_stages,
-            num_pipeline_microbatches=parts,
-            pipeline_microbatch_size=micro // parts,
+            num_pipeline_microbatches=pipeline_parts,
+            pipeline_microbatch_size=micro // pipeline_parts,
             num_pipeline_repeats=repeats,
-            pipeline_bubble=_bubble(unit.num_pipeline_stages, parts, repeats),
+            pipeline_bubble=_bubble(unit.num_pipeline_stages, pipeline_parts, repeats),
             eval_per_device_batch_size=plain_number(Fraction(eval_batch, unit.num_devices)),
             eval_batch_size=eval_batch,
             max_target_length=config.length.max_target_length,
@@ -240,7 +240,9 @@ class BatchPlan:
                 *(rl.warnings if rl else ()),
             ),
             rl=rl,
-            experts=ExpertGroups.if_any(config.model, meshes.training, micro // parts, slots),
+            experts=ExpertGroups.if_any(
+                config.model, meshes.training, micro // pipeline_parts, slots
+            ),
             sample=config.recipe.unit,
             decays=tuple(
                 map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))
@@ -300,10 +302,12 @@ class BatchPlan:
         part. In reinforcement learning they are pairs of the batch, and every mini-batch has
         micro-batches of its own.
         """
-        own, updates = self.stages[stage], self.manager.num_minibatches
-        rows = own.micro_batch_size_to_train_on // self.batch_shards
-        update, micro_batch = divmod(micro_batch, own.gradient_accumulation_steps // updates)
-        pairs = own.global_batch_size // updates  # of an update; behind them is padding
+        plan_of_stage, updates = self.stages[stage], self.manager.num_minibatches
+        rows = plan_of_stage.micro_batch_size_to_train_on // self.batch_shards
+        update, micro_batch = divmod(
+            micro_batch, plan_of_stage.gradient_accumulation_steps // updates
+        )
+        pairs = plan_of_stage.global_batch_size // updates  # of an update; behind them is padding
         first = (micro_batch * self.batch_shards + shard) * rows
         return update * pairs + min(first, pairs), update * pairs + min(first + rows, pairs)
 
@@ -333,7 +337,7 @@ def expansion_factor(
     """
     key, works = "expansion_factor_real_data", Fraction(-1)
     e, hosts = exact(config[key]), num_hosts or 1
-    then = resume.loading_hosts or resume.hosts or hosts
+    hosts_then = resume.loading_hosts or resume.hosts or hosts
     if e <= 0 and e != -1:
         rule = "must be -1, a whole number from 1 on, or 1 / a whole number"
     elif e > 1 and e.denominator > 1:
@@ -345,9 +349,11 @@ def expansion_factor(
     elif e > 1 and num_hosts and num_hosts % e:
         rule = f"must divide the {num_hosts} hosts, of which one in {e} loads"
         works = Fraction(largest_divisor(num_hosts, int(e)))
-    elif 0 < e < 1 and resume.hosts not in (None, num_hosts) and hosts != e * then:
-        rule = f"must be hosts now / loading hosts of the checkpoint = {hosts}/{then}"
-        works = Fraction(hosts, then) if then > hosts and then % hosts == 0 else works
+    elif 0 < e < 1 and resume.hosts not in (None, num_hosts) and hosts != e * hosts_then:
+        rule = f"must be hosts now / loading hosts of the checkpoint = {hosts}/{hosts_then}"
+        works = (
+            Fraction(hosts, hosts_then) if hosts_then > hosts and hosts_then % hosts == 0 else works
+        )
     else:
         return e
     raise Refusal(config, key, rule, {key: works})

@@ -13,10 +13,10 @@ _BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 @functools.lru_cache(maxsize=64)
 def divisors(number: int) -> tuple[int, ...]:
     """Returns every divisor of a number from 1 on, in rising order."""
-    found = {1}
+    products = {1}
     for prime in _primes(number):
-        found |= {divisor * prime for divisor in found}
-    return tuple(sorted(found))
+        products |= {divisor * prime for divisor in products}
+    return tuple(sorted(products))
 
 
 def largest_divisor(number: int, most: int) -> int:

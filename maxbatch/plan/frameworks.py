@@ -99,26 +99,26 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
         f"{actor}mini_batch_size={rl.minibatch_size} {actor}micro_batch_size_per_gpu={rows} "
         f"{actor}epochs={iterations}"
     )
-    own = f"{sizes} micro_batch_size={rl.micro_batch_size}"
-    own += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
+    settings = f"{sizes} micro_batch_size={rl.micro_batch_size}"
+    settings += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
     most = rl.max_prompts_per_batch
-    own += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
+    settings += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
     update = (
         f"effective_batch_size / {rl.num_minibatches}"
         if rl.num_minibatches > 1
         else "effective_batch_size"
     )
-    own += " batch_padding=true" if _is_padded(plan) else ""
-    found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
+    settings += " batch_padding=true" if _is_padded(plan) else ""
+    frameworks = [FrameworkSettings("maxbatch", settings, f"{update}={pairs}")]
     if _is_padded(plan):
-        return tuple(found)  # no other framework pads a batch
+        return tuple(frameworks)  # no other framework pads a batch
     if rl.num_minibatches == 1 and not most:
-        found.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
+        frameworks.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
     if not rl.off_policy_steps and not most:
-        found.append(FrameworkSettings("TRL GRPO", trl, f"completions={pairs}"))
+        frameworks.append(FrameworkSettings("TRL GRPO", trl, f"completions={pairs}"))
     if not rl.off_policy_steps and not most and rl.num_minibatches == 1:
         words = f"{axolotl}trl.num_iterations: {iterations}"
-        found.append(FrameworkSettings("Axolotl (rl: grpo)", words, f"completions={pairs}"))
+        frameworks.append(FrameworkSettings("Axolotl (rl: grpo)", words, f"completions={pairs}"))
     if not rl.off_policy_steps and (not most or most % rl.batch_size == 0):
         filters = "algorithm.filter_groups."
         verl += (
@@ -126,8 +126,8 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
             if most
             else ""
         )
-        found.append(FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"))
-    return tuple(found)
+        frameworks.append(FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"))
+    return tuple(frameworks)
 
 
 def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
@@ -251,7 +251,7 @@ def _parts(plan: BatchPlan) -> int:
 def _schedule(plan: BatchPlan, unit: int = 1) -> str:
     """Returns the stages as "0:256 100000:512", thresholds in samples, times unit."""
     return schedule_text(
-        (math.ceil(one.threshold) * unit, one.global_batch_size) for one in plan.stages
+        (math.ceil(stage.threshold) * unit, stage.global_batch_size) for stage in plan.stages
     )
 
 

@@ -128,12 +128,12 @@ class RunMeshes(NamedTuple):
         is_shared = all(exact(config[share]) == 1 for share in _SHARES)
         counts, slices = (num_devices, num_devices), (num_slices, num_slices)
         if samples and not is_shared:
-            parts = math.lcm(num_hosts, num_slices) if num_hosts > 1 else 1
-            per_slice = num_devices // max(parts, num_slices)
-            counts = _shared_out(config, num_devices // parts, per_slice, of_host=parts > 1)
-            if parts == 1:
+            divisions = math.lcm(num_hosts, num_slices) if num_hosts > 1 else 1
+            per_slice = num_devices // max(divisions, num_slices)
+            counts = _shared_out(config, num_devices // divisions, per_slice, of_host=divisions > 1)
+            if divisions == 1:
                 slices = -(-counts[0] // per_slice), -(-counts[1] // per_slice)
-            counts = counts[0] * parts, counts[1] * parts
+            counts = counts[0] * divisions, counts[1] * divisions
         training = MeshShape.from_config(config, counts[0], slices[0])
         if samples and _states_sampling(config):
             sampling = _sampling_shape(config, counts[1], slices[1])
@@ -153,23 +153,23 @@ def check_machine(num_devices: int, num_slices: int) -> None:
     check_divides("num_slices=", num_slices, num_devices)
 
 
-def check_divides(stated: str, number: int, num_devices: int) -> None:
+def check_divides(prefix: str, number: int, num_devices: int) -> None:
     """Raises ConfigError if not every host (or slice) would have the same number of devices.
 
     Args:
-      stated: the text before the number in the message, such as `num_hosts=` or `--hosts `.
+      prefix: the text before the number in the message, such as `num_hosts=` or `--hosts `.
     """
     if number < 1 or num_devices % number:
         works = largest_divisor(num_devices, number) or 1
         raise ConfigError(
-            f"{stated}{number}: must divide the {num_devices} devices; works: {stated}{works}"
+            f"{prefix}{number}: must divide the {num_devices} devices; works: {prefix}{works}"
         )
 
 
 def pipeline_microbatches(mesh: MeshConfig, num_stages: int) -> int:
     """Returns the parts that a pipeline cuts a micro-batch into: as stated, else one per stage."""
-    parts = mesh.num_pipeline_microbatches
-    return num_stages if parts == -1 else parts
+    microbatches = mesh.num_pipeline_microbatches
+    return num_stages if microbatches == -1 else microbatches
 
 
 def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
@@ -234,9 +234,9 @@ def _sampling_shape(config: PlanConfig, num_devices: int, num_slices: int) -> Me
         name, other = _OF_SAMPLING["data"], _OF_SAMPLING["tensor"]
         if tensor != -1 and per_slice % tensor:
             name, other = other, name
-        beside = other if config[other] == -1 else stated(config, other)
+        other_axis = other if config[other] == -1 else stated(config, other)
         within = "" if num_slices == 1 else f", a copy of the weights within a slice of {per_slice}"
-        rule = f"x {beside} must be the {num_devices} devices that sample{within}"
+        rule = f"x {other_axis} must be the {num_devices} devices that sample{within}"
         raise _sampling_refusal(config, name, rule, of_copy, num_devices, num_slices)
     ones = dict.fromkeys(AXES, 1)
     ici = ones | {"data": per_slice // of_copy, "tensor": of_copy}
@@ -346,9 +346,9 @@ def _shared_out(
       of_host: whether the devices are a host's; otherwise a slice's, where one host has several
         slices.
     """
-    whose = " of each host" if of_host else ""
+    of_each_host = " of each host" if of_host else ""
     if num_devices == 1:
-        rule = f"must be 1, and {_SHARES[1]} too, since the one device{whose} trains and samples"
+        rule = f"must be 1, and {_SHARES[1]} too, since the one device{of_each_host} trains and samples"
         raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))
     counts = {name: exact(config[name]) * num_devices for name in _SHARES}
     for name, count in counts.items():
@@ -361,7 +361,7 @@ def _shared_out(
                 nearest = min(round(nearest / per_slice) * per_slice, num_devices - per_slice)
             slices = f", or of slices of {per_slice}," if per_slice != num_devices else ""
             rule = (
-                f"x {num_devices} devices{whose} = {in_words(count)} must be a whole "
+                f"x {num_devices} devices{of_each_host} = {in_words(count)} must be a whole "
                 f"number{slices} that leaves devices to the others"
             )
             raise Refusal(config, name, rule, {name: Fraction(nearest, num_devices)})

@@ -75,13 +75,13 @@ class MicrobatchUnit(NamedTuple):
         stages divide it.
         """
         key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
-        parts = pipeline_microbatches(config.mesh, stages)
-        if parts % stages or parts > max(_MOST_PARTS, stages):
+        pipeline_parts = pipeline_microbatches(config.mesh, stages)
+        if pipeline_parts % stages or pipeline_parts > max(_MOST_PARTS, stages):
             rows = math.floor(pass_rows(config, mesh.num_devices)) // mesh.batch_shards
             rule = f"must be a multiple of the {stages} pipeline stages, and at most {_MOST_PARTS}"
-            works = nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1
+            works = nearest_divisor(rows, min(pipeline_parts, _MOST_PARTS), stages) or -1
             raise Refusal(config, key, rule, {key: works})
-        return cls(mesh.num_devices, mesh.batch_shards, parts, stages)
+        return cls(mesh.num_devices, mesh.batch_shards, pipeline_parts, stages)
 
     @property
     def rows(self) -> int:
@@ -116,10 +116,10 @@ def split_stages(
     stages = tuple(
         split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices)
     )
-    ahead = (
+    current = (
         bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
     )
-    unheld = [i for i in range(ahead, len(stages)) if not stages[i].micro_batch]
+    unheld = [i for i in range(current, len(stages)) if not stages[i].micro_batch]
     if not unheld:
         return stages
     batches = stated_batches(config)
@@ -127,7 +127,7 @@ def split_stages(
         raise _unheld_ramp(config, unit, unheld)
     if batches is None or config.batch.gradient_accumulation_steps is not None:
         raise _unheld_micro_batch(config, unit)
-    raise _unheld_batches(config, unit, batches, unheld, ahead)
+    raise _unheld_batches(config, unit, batches, unheld, current)
 
 
 def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
@@ -182,13 +182,13 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     if micro % shards:
         rule = f"{product} must be divisible by the {shards} batch shards"
         return Refusal(config, key, rule, {key: works}, _padded_batch(config, int(micro), unit))
-    parts = nearest_divisor(
+    pipeline_parts = nearest_divisor(
         int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages
     )
     rule = f"the micro-batch of {micro} must be divisible by {unit}"
-    if parts:
+    if pipeline_parts:
         key = "num_pipeline_microbatches"
-        return Refusal(config, key, rule, {key: Fraction(parts)})
+        return Refusal(config, key, rule, {key: Fraction(pipeline_parts)})
     padded = _padded_batch(config, int(micro), unit)
     return Refusal(config, key, rule, padded or {"num_pipeline_microbatches": -1})
 
@@ -227,17 +227,21 @@ def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
 
 
 def _unheld_batches(
-    config: PlanConfig, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
+    config: PlanConfig, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], current: int
 ) -> Refusal:
     """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is not a
     multiple of it.
     """
     most_rows = math.floor(pass_rows(config, unit.num_devices))
-    p, parts = "per_device_batch_size", "num_pipeline_microbatches"
+    rows_key, parts_key = "per_device_batch_size", "num_pipeline_microbatches"
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
-    common = math.gcd(*(batch for _, batch in batches[ahead:]))
-    if config[parts] != -1 and common % (shards * pipeline) == 0 and shards * pipeline <= most_rows:
-        one_pass = f"one pass ({stated(config, p)} x {unit.num_devices} devices)"
+    common = math.gcd(*(batch for _, batch in batches[current:]))
+    if (
+        config[parts_key] != -1
+        and common % (shards * pipeline) == 0
+        and shards * pipeline <= most_rows
+    ):
+        one_pass = f"one pass ({stated(config, rows_key)} x {unit.num_devices} devices)"
         rule = (
             f"{unit} = {unit.rows} samples must fit into {one_pass} and divide every global batch "
             "ahead"
@@ -245,19 +249,19 @@ def _unheld_batches(
         units, most = common // shards // pipeline, most_rows // shards // pipeline
         nearest = nearest_divisor(units, unit.num_pipeline_microbatches // pipeline) or 1
         works = pipeline * (nearest if nearest <= most else largest_divisor(units, most))
-        return Refusal(config, parts, rule, {parts: works})
+        return Refusal(config, parts_key, rule, {parts_key: works})
     if most_rows < unit.rows:
         rule = (
             f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass "
             f"({unit})"
         )
-        return Refusal(config, p, rule, {p: unit.rows_per_device})
+        return Refusal(config, rows_key, rule, {rows_key: unit.rows_per_device})
     divisible = f"must be divisible by {unit.rows} ({unit})"
     rule = f"{divisible} unless batch_padding=true"
     nearest_batches = [
-        (t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches[ahead:]
+        (t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches[current:]
     ]
-    fitting = [*batches[:ahead], *nearest_batches]
+    fitting = [*batches[:current], *nearest_batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
     if isinstance(config.batch.global_batch_size, str):
@@ -273,7 +277,7 @@ def _unheld_batches(
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
     remedy: dict[str, Value] = {key: batch}
     if unit.rows > MOST_SAMPLES:
-        remedy = {parts: -1}
+        remedy = {parts_key: -1}
     elif len(str(batch)) > MOST_TYPED:
         remedy = {"batch_padding": True}
     return Refusal(config, key, rule, remedy)

@@ -70,22 +70,26 @@ def partition(
       shape: their sizes.
       sizes: of the mesh axes.
     """
-    taken: list[tuple[str, ...]] = []
+    axes_of_dimensions: list[tuple[str, ...]] = []
     for name, size in zip(names, shape, strict=True):
         wanted = tuple(
-            axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken)
+            axis
+            for axis in PARAMETER_RULES[name]
+            if not any(axis in axes for axes in axes_of_dimensions)
         )
         wanted = tuple(axis for axis in wanted if axis != "expert" or sizes["expert"] > 1)
         if sizes["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
         while wanted and size % math.prod(sizes[axis] for axis in wanted):
             wanted = wanted[:-1]
-        taken.append(wanted)
-    if "embed" in names and not any("fsdp" in axes for axes in taken):
+        axes_of_dimensions.append(wanted)
+    if "embed" in names and not any("fsdp" in axes for axes in axes_of_dimensions):
         whole = [
-            (size, i) for i, size in enumerate(shape) if not taken[i] and names[i] not in STACKS
+            (size, i)
+            for i, size in enumerate(shape)
+            if not axes_of_dimensions[i] and names[i] not in STACKS
         ]
         fits = [(size, i) for size, i in whole if size % sizes["fsdp"] == 0]
         if fits:
-            taken[max(fits)[1]] = ("fsdp",)
-    return taken
+            axes_of_dimensions[max(fits)[1]] = ("fsdp",)
+    return axes_of_dimensions

@@ -205,8 +205,8 @@ class RampupBatchManager:
         """
         first = self._visits[0].stage
         with_updates = [number for number, stage in enumerate(self.stages) if stage.num_steps != 0]
-        ahead = [] if self.is_seesaw else range(first, len(self.stages))
-        return tuple(sorted({*with_updates, *ahead})) or (first,)
+        reachable = [] if self.is_seesaw else range(first, len(self.stages))
+        return tuple(sorted({*with_updates, *reachable})) or (first,)
 
     @functools.cached_property
     def totals(self) -> tuple[int | None, int | None]:
@@ -314,16 +314,16 @@ class RampupBatchManager:
         return max(0, min(part, rows - (step - 1 - visit.step) % self.num_minibatches * part))
 
     def _stage(self, index: int) -> Stage:
-        own, rows = self.split_stages[index], self.rows_per_sample
+        split, rows = self.split_stages[index], self.rows_per_sample
         return Stage(
-            plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
-            own.batch * rows,
-            own.accumulation_steps,
-            int(own.micro_batch * rows),
+            plain_number(Fraction(split.micro_batch * rows, self.num_devices)),
+            split.batch * rows,
+            split.accumulation_steps,
+            int(split.micro_batch * rows),
             *self._span(index),
             self.learning_rate_scales[index],
-            int(own.padded_slots * rows) // self.num_minibatches,
-            own.threshold,
+            int(split.padded_slots * rows) // self.num_minibatches,
+            split.threshold,
         )
 
     def _span(self, stage: int) -> tuple[int, int | None, int, int | None]:
@@ -365,10 +365,10 @@ class RampupBatchManager:
             return visits
         return self._walk(*self.anchor)
 
-    def _check_ahead(self, name: str, asked: int, first: int) -> None:
-        if asked < first:
+    def _check_ahead(self, name: str, number: int, first: int) -> None:
+        if number < first:
             raise ValueError(
-                f"{name} {asked} is before the anchor {self.anchor}; earlier steps are unknown"
+                f"{name} {number} is before the anchor {self.anchor}; earlier steps are unknown"
             )
 
     def _walk(self, step: int, sample: int) -> tuple[_Visit, ...]:

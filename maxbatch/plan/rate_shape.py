@@ -61,8 +61,12 @@ def rate_shape_by_updates(rates: RatesConfig, total_updates: int, updates: int) 
         return 0.0 if total_updates > length else last
     if rates.learning_rate_schedule == "wsd":
         decay = int(length * float(rates.wsd_decay_steps_fraction))
-        behind = updates - (length - decay)
-        return 1.0 if behind <= 0 or decay < 2 else 1 + (last - 1) * behind / (decay - 1)
+        updates_of_decay = updates - (length - decay)
+        return (
+            1.0
+            if updates_of_decay <= 0 or decay < 2
+            else 1 + (last - 1) * updates_of_decay / (decay - 1)
+        )
     span = length - warmup
     share = (updates - warmup) / (span - 1) if span > 1 else 1.0
     return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share))

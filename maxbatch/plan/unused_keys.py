@@ -65,9 +65,9 @@ def unused_keys(
             "that loaded before"
         )
     if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
-        parts = stated(config, "num_pipeline_microbatches")
+        setting = stated(config, "num_pipeline_microbatches")
         yield (
-            f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or "
+            f"{setting} has no effect without pipeline stages (ici_pipeline_parallelism or "
             "dcn_pipeline_parallelism)"
         )
     before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
@@ -107,7 +107,7 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
     reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]
     if skipped := [index for index, stage in enumerate(reached) if stage.num_steps == 0]:
         plural, verb = ("s", "have") if len(skipped) > 1 else ("", "has")
-        said = (
+        problem = (
             f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update: earlier "
             "updates pass them"
         )
@@ -115,7 +115,7 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
         if config.ramp.enable_rampup_batch_size:
             batches = [stage.global_batch_size for stage in manager.stages]
             works = f"; works: global_rampup_samples={enough_samples(batches)}"
-        yield said + works
+        yield problem + works
 
 
 def enough_samples(batches: list[int]) -> int:

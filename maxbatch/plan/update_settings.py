@@ -67,10 +67,10 @@ class DecayPlan(NamedTuple):
         )
 
         def decay(name: str) -> float:
-            stated: float | None = self.optimizer[name]
-            if stated is None:
+            value: float | None = self.optimizer[name]
+            if value is None:
                 return float(0.5 ** float(tokens / in_tokens(self.optimizer[f"{name}_half_life"])))
-            return 1 - ratio * (1 - stated) if self.optimizer.adam_scaling == "sde" else stated
+            return 1 - ratio * (1 - value) if self.optimizer.adam_scaling == "sde" else value
 
         kept = self.optimizer.parameter_average_half_life is not None
         average = 0.5 ** self.average_halvings(tokens) if kept else None
@@ -80,19 +80,21 @@ class DecayPlan(NamedTuple):
         """Returns the length of an update of so many tokens in half-lives of the parameter average;
         0: no average.
         """
-        stated = self.optimizer.parameter_average_half_life
-        return 0.0 if stated is None else min(_MOST_HALVINGS, float(tokens / in_tokens(stated)))
+        half_life = self.optimizer.parameter_average_half_life
+        return (
+            0.0 if half_life is None else min(_MOST_HALVINGS, float(tokens / in_tokens(half_life)))
+        )
 
     def halvings(self, name: str, tokens: int) -> float:
         """Returns the length of an update of so many tokens in half-lives of a moment (`adam_b1`,
         `adam_b2`).
         """
-        stated: float | None = self.optimizer[name]
-        if stated is None:
+        decay: float | None = self.optimizer[name]
+        if decay is None:
             return min(
                 _MOST_HALVINGS, float(tokens / in_tokens(self.optimizer[f"{name}_half_life"]))
             )
-        return min(_MOST_HALVINGS, -math.log2(stated)) if stated else _MOST_HALVINGS
+        return min(_MOST_HALVINGS, -math.log2(decay)) if decay else _MOST_HALVINGS
 
     def weight_decay(self, tokens: int, stage: int) -> float | None:
         """Returns the weight decay of an update of so many tokens; None: the run's length is

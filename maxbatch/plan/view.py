@@ -243,7 +243,9 @@ def ramp_table(
     heads += ["lr scale"] if scaled else []
     # A ramp changes decays stated in tokens, and with adam_scaling=sde those of the moments.
     changing = [
-        name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1
+        name
+        for name in Decays._fields
+        if len({getattr(decays_of_stage, name) for decays_of_stage in plan.decays}) > 1
     ]
     decays = [name for name in Decays._fields if name in changing or name in decays]
     heads += [name.removeprefix("adam_") for name in decays]
@@ -295,14 +297,14 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
     together = counted(plan.num_devices // plan.batch_shards, "device")
     replicas = counted(plan.batch_shards, "replica")
     table = PlainTable("in the words of", "one update", f"write there, on {replicas} of {together}")
-    for own in settings:
-        table.add_row(own.framework, own.update, own.settings)
-        for line in own.ramp:
+    for framework in settings:
+        table.add_row(framework.framework, framework.update, framework.settings)
+        for line in framework.ramp:
             table.add_row("", "", line)
     console.print()
     console.print(table)
     if len(plan.stages) > 1:
-        without = [own.framework for own in settings if not own.ramp]
+        without = [framework.framework for framework in settings if not framework.ramp]
         console.print(f"no setting for these stages in {', '.join(without)}")
 
 

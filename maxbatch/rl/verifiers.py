@@ -79,18 +79,18 @@ def right_number(prompt: str, response: str, record: dict[str, object]) -> float
 def _last_number(text: str) -> Fraction | None:
     """Returns a text's final number, or None."""
     boxed = _BOXED.findall(_FRACTION.sub(r"\1/\2", text))
-    stated = boxed[-1] if boxed else text.rpartition("####")[2]
-    stated = _FRACTION.sub(r"\1/\2", stated)
-    found = list(_NUMBER.finditer(stated))
-    if not found:
+    answer = boxed[-1] if boxed else text.rpartition("####")[2]
+    answer = _FRACTION.sub(r"\1/\2", answer)
+    numbers = list(_NUMBER.finditer(answer))
+    if not numbers:
         return None
-    last = _fraction(found[-1][0])
+    last = _fraction(numbers[-1][0])
     if last is None:
         return None
-    if len(found) > 1 and stated[found[-2].end() : found[-1].start()].strip() == "/" and last:
-        first = _fraction(found[-2][0])
+    if len(numbers) > 1 and answer[numbers[-2].end() : numbers[-1].start()].strip() == "/" and last:
+        first = _fraction(numbers[-2][0])
         return None if first is None else first / last
-    return last / 100 if stated[found[-1].end() :].lstrip(" \\").startswith("%") else last
+    return last / 100 if answer[numbers[-1].end() :].lstrip(" \\").startswith("%") else last
 
 
 def _fraction(text: str) -> Fraction | None:
@@ -130,7 +130,7 @@ def _passes(program: str, tests: list[str]) -> bool:
         "RLIMIT_FSIZE": 1 << 20,
         "RLIMIT_CORE": 0,
     }
-    asked = repr((seconds, bounds, ready, passed, program, tests)).encode(
+    request = repr((seconds, bounds, ready, passed, program, tests)).encode(
         "utf-8", "backslashreplace"
     )
     # The answer goes to a file, so RLIMIT_FSIZE bounds any output of the program.
@@ -157,7 +157,7 @@ def _passes(program: str, tests: list[str]) -> bool:
         assert process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(asked + b"\n")
+                process.stdin.write(request + b"\n")
                 process.stdin.flush()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PROGRAM_LIMIT_S)
@@ -168,7 +168,7 @@ def _passes(program: str, tests: list[str]) -> bool:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         answer.seek(0)
-        found = answer.read(len(ready + passed) + 1).decode(errors="replace")
-    if not found.startswith(ready):
+        output = answer.read(len(ready + passed) + 1).decode(errors="replace")
+    if not output.startswith(ready):
         raise RuntimeError(f"the program did not start within {PROGRAM_LIMIT_S:g} s")
-    return found == ready + passed
+    return output == ready + passed

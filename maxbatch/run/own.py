@@ -418,7 +418,9 @@ def _optimizer_identity(
     adapters = adapters_of(config.adapters)
     trained = adapters.abstract(params) if adapters else params
     with _naming("the optimizer, as init(parameters)"):
-        state = jax.eval_shape(make_optimizer(config.optimizer, AT_REST, own=own).init, trained)
+        state = jax.eval_shape(
+            make_optimizer(config.optimizer, AT_REST, own_optimizer=own).init, trained
+        )
     leaves = [
         f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}"
         for path, x in jax.tree.leaves_with_path(state)

@@ -104,7 +104,7 @@ class Adapters:
         """Returns initial adapters, which leave the model equal to `base`; uses only the shapes of
         `base`.
         """
-        found: dict[ParameterPath, nnx.Param[jax.Array]] = {}
+        factors: dict[ParameterPath, nnx.Param[jax.Array]] = {}
         for target in self.targets(base):
             layers, inputs, outputs = _parts(target, target.shape)
             key = jax.random.fold_in(
@@ -113,10 +113,10 @@ class Adapters:
             most = 1 / math.sqrt(math.prod(inputs))
             a = jax.random.uniform(key, (*layers, *inputs, self.rank), jnp.float32, -most, most)
             layer_axes, input_axes, output_axes = _parts(target, target.logical_axes)
-            found[target.a_path] = nnx.Param(a, logical_axes=(*layer_axes, *input_axes, "rank"))
+            factors[target.a_path] = nnx.Param(a, logical_axes=(*layer_axes, *input_axes, "rank"))
             b = jnp.zeros((*layers, self.rank, *outputs), jnp.float32)
-            found[target.b_path] = nnx.Param(b, logical_axes=(*layer_axes, "rank", *output_axes))
-        return nnx.from_flat_state(found.items())
+            factors[target.b_path] = nnx.Param(b, logical_axes=(*layer_axes, "rank", *output_axes))
+        return nnx.from_flat_state(factors.items())
 
     def abstract(self, base: State) -> State:
         """Returns the shapes of the adapters."""
@@ -131,11 +131,11 @@ class Adapters:
         """Returns the parameters of `base`, each adapted matrix with its adapter: arrays, shapes or
         shardings.
         """
-        parts = {parameter_path(path): part for path, part in jax.tree.leaves_with_path(adapters)}
+        factors = {parameter_path(path): part for path, part in jax.tree.leaves_with_path(adapters)}
 
         def adapted(path: KeyPath, matrix: jax.Array) -> jax.Array | Adapted:
             *folder, name = parameter_path(path)
-            a, b = (parts.get((*folder, name + part)) for part in (_A, _B))
+            a, b = (factors.get((*folder, name + part)) for part in (_A, _B))
             return matrix if a is None or b is None else Adapted(matrix, a, b, self.scale)
 
         state: State = jax.tree.map_with_path(adapted, base)

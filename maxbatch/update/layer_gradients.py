@@ -55,8 +55,8 @@ class SummingLayers:
             )
         self._has_run = True
 
-        def layer(x_MxLxD: jax.Array, slots: Tree, one: Stacked) -> tuple[jax.Array, Sums]:
-            x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], one))
+        def layer(x_MxLxD: jax.Array, slots: Tree, element: Stacked) -> tuple[jax.Array, Sums]:
+            x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], element))
             return x_MxLxD, jax.tree.map(lambda only: only[0], of_layer)
 
         # Its input must be the layer's slice itself; of anything computed from it a copy would be
@@ -67,9 +67,9 @@ class SummingLayers:
         def run_one(
             carried: tuple[jax.Array, Tree], numbered: tuple[jax.Array, Stacked]
         ) -> tuple[tuple[jax.Array, Tree], Sums]:
-            (x_MxLxD, sums), (index, one) = carried, numbered
-            parameters, sums = _tie(one.parameters, sums, index)
-            x_MxLxD, of_layer = layer(x_MxLxD, slots, one._replace(parameters=parameters))
+            (x_MxLxD, sums), (index, element) = carried, numbered
+            parameters, sums = _tie(element.parameters, sums, index)
+            x_MxLxD, of_layer = layer(x_MxLxD, slots, element._replace(parameters=parameters))
             return (x_MxLxD, sums), of_layer
 
         frozen = stacked._replace(parameters=jax.lax.stop_gradient(stacked.parameters))

@@ -39,7 +39,7 @@ def make_optimizer(
     config: ModelOptimizerConfig,
     settings: UpdateSettings,
     has_experts: bool = False,
-    own: OptimizerMaker | None = None,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> optax.GradientTransformation:
     """Makes the optimizer of `opt_type`, or a user's, with one update's settings.
 
@@ -61,8 +61,8 @@ def make_optimizer(
     Raises:
       ConfigError: there is no optimizer of that name.
     """
-    if own is not None:
-        return _with_standard_promotion(own(settings.learning_rate))
+    if own_optimizer is not None:
+        return _with_standard_promotion(own_optimizer(settings.learning_rate))
     if config.opt_type not in DIRECTIONS:
         raise ConfigError(
             f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: "

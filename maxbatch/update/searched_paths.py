@@ -17,5 +17,5 @@ def searched_paths(names: Sequence[str], decoder_block: str) -> list[str]:
       names: the names that lead to it here, such as layers, attention, query.
       decoder_block: the family of the model.
     """
-    theirs = (form.parameter_path(names, decoder_block) for form in model_forms().values())
-    return ["/".join(names), *(path for path in theirs if path is not None)]
+    foreign_paths = (form.parameter_path(names, decoder_block) for form in model_forms().values())
+    return ["/".join(names), *(path for path in foreign_paths if path is not None)]

@@ -77,16 +77,16 @@ def first_average(params: State) -> State:
 
     Lower precision would round away the small steps of a long half-life.
     """
-    found: State = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-    return found
+    average: State = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+    return average
 
 
 def average_shapes(params: State) -> State:
     """Returns the shapes and shardings of an average of parameters."""
-    found: State = jax.tree.map(
+    shapes: State = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params
     )
-    return found
+    return shapes
 
 
 def abstract_model(

@@ -190,9 +190,9 @@ def update(
     new = stepped(state, totals.gradient)
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
     loss = totals.loss / denominator
-    parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
+    noise_parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
     return state, StepMetrics(
-        loss, totals.weight, norm, ~finite, parts, fingerprint, totals.tokens, others, routing
+        loss, totals.weight, norm, ~finite, noise_parts, fingerprint, totals.tokens, others, routing
     )
 
 

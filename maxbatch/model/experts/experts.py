@@ -169,7 +169,7 @@ class Experts(nnx.Module):
         else:
             run = partial(sum_of_held, axis=axis, compute=compute)
 
-        def here(codes: _Codes, x_MxLxD: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def on_device(codes: _Codes, x_MxLxD: jax.Array, *arrays: jax.Array) -> jax.Array:
             y_MxLxD = _by_token(partial(run, codes=codes), x_MxLxD, *arrays)
             return y_MxLxD if tensor is None else jax.lax.psum(y_MxLxD, tensor)
 
@@ -179,7 +179,7 @@ class Experts(nnx.Module):
         )
         specs = (of_codes, of_rows, of_rows, of_rows, into, into, out_of, *of_biases)
         y_MxLxD: jax.Array = jax.shard_map(
-            here,
+            on_device,
             mesh=mesh,
             in_specs=specs,
             out_specs=of_rows,

@@ -90,9 +90,9 @@ class _Fixed(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _travelled(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
+def _travelled(way: _Way, arguments: _Arguments, fixed: _Fixed) -> jax.Array:
     # Under jax.vmap over stages a device has one of them.
-    y_TxD: jax.Array = sequential_vmap(partial(_sum_over_rounds, way))(given, fixed)
+    y_TxD: jax.Array = sequential_vmap(partial(_sum_over_rounds, way))(arguments, fixed)
     return y_TxD
 
 
@@ -108,47 +108,53 @@ _travelled.defvjp(
 )
 
 
-def _sum_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
-    journey = _Journey.of(way, fixed.experts_n, given.x_TxD.shape[0])
+def _sum_over_rounds(way: _Way, arguments: _Arguments, fixed: _Fixed) -> jax.Array:
+    journey = _Journey.of(way, fixed.experts_n, arguments.x_TxD.shape[0])
 
     def add_round(number: jax.Array, y_TxD: jax.Array) -> jax.Array:
-        there = journey.round(number)
-        x_sxD, shares_sx1 = there.sent(given.x_TxD), there.sent_choices(given.shares_n)
+        trip = journey.round(number)
+        x_sxD, shares_sx1 = trip.sent(arguments.x_TxD), trip.sent_choices(arguments.shares_n)
         y_sxD = way.compute(
-            x_sxD, shares_sx1, there.order.sizes_E, *given.weights, codes=fixed.codes
+            x_sxD, shares_sx1, trip.order.sizes_E, *arguments.weights, codes=fixed.codes
         )
-        return y_TxD + there.returned(y_sxD)
+        return y_TxD + trip.returned(y_sxD)
 
-    y_TxD = jnp.zeros(given.x_TxD.shape, jnp.float32)
+    y_TxD = jnp.zeros(arguments.x_TxD.shape, jnp.float32)
     summed: jax.Array = jax.lax.fori_loop(0, journey.num_rounds, add_round, y_TxD)
-    return summed.astype(given.x_TxD.dtype)
+    return summed.astype(arguments.x_TxD.dtype)
 
 
 def _gradients_over_rounds(
-    way: _Way, given: _Arguments, fixed: _Fixed, grad_TxD: jax.Array
+    way: _Way, arguments: _Arguments, fixed: _Fixed, grad_TxD: jax.Array
 ) -> _Arguments:
-    journey = _Journey.of(way, fixed.experts_n, given.x_TxD.shape[0])
+    journey = _Journey.of(way, fixed.experts_n, arguments.x_TxD.shape[0])
 
     def add_round(number: jax.Array, grads: _Arguments) -> _Arguments:
-        there = journey.round(number)
+        trip = journey.round(number)
 
         def compute(
             x_sxD: jax.Array, shares_sx1: jax.Array, weights: tuple[jax.Array, ...]
         ) -> jax.Array:
-            return way.compute(x_sxD, shares_sx1, there.order.sizes_E, *weights, codes=fixed.codes)
+            return way.compute(x_sxD, shares_sx1, trip.order.sizes_E, *weights, codes=fixed.codes)
 
-        arrived = there.sent(given.x_TxD), there.sent_choices(given.shares_n), given.weights
-        x_sxD, shares_sx1, weights = jax.vjp(compute, *arrived)[1](there.sent(grad_TxD))
-        more = _Arguments(there.returned(x_sxD), there.returned_choices(shares_sx1), weights)
+        arrived = (
+            trip.sent(arguments.x_TxD),
+            trip.sent_choices(arguments.shares_n),
+            arguments.weights,
+        )
+        x_sxD, shares_sx1, weights = jax.vjp(compute, *arrived)[1](trip.sent(grad_TxD))
+        more = _Arguments(trip.returned(x_sxD), trip.returned_choices(shares_sx1), weights)
         added: _Arguments = jax.tree.map(
             lambda total, grad: total + grad.astype(total.dtype), grads, more
         )
         return added
 
     # In float32 while rounds are added.
-    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), given)
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), arguments)
     grads = jax.lax.fori_loop(0, journey.num_rounds, add_round, zeros)
-    rounded: _Arguments = jax.tree.map(lambda grad, array: grad.astype(array.dtype), grads, given)
+    rounded: _Arguments = jax.tree.map(
+        lambda grad, array: grad.astype(array.dtype), grads, arguments
+    )
     return rounded
 
 
