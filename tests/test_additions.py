@@ -186,10 +186,10 @@ def test_an_importer_is_a_table_with_its_module_and_a_row(tmp_path: Path) -> Non
 
 _KIND = '''"""Toys: rows of tokens under another name."""
 
-from maxbatch.update.recipe import TrainedRecipe
+from maxbatch.kinds.text.recipe import TextRecipe
 
 
-class ToyRecipe(TrainedRecipe):
+class ToyRecipe(TextRecipe):
     unit = "toy"
 
 

@@ -1,9 +1,10 @@
 """The kind of sample that a config chooses, as one object: a recipe.
 
 A kind is a folder, a row of `Table.KINDS` and the keys that it reads; one of them chooses it
-(`key(chooses=...)`). This module declares the facts of a kind. The rooms above declare its methods
-(`StoreRecipe`, `StreamRecipe`, `TrainedRecipe`), with plain text as the default, so no room tests
-for a kind, and a new kind changes no room.
+(`key(chooses=...)`). This module declares the facts of a kind. What the rooms above ask of it, in
+types that they alone know, they declare as abstract methods (`StoreRecipe`, `StreamRecipe`,
+`TrainedRecipe`); the kind of texts has them all, and other kinds extend it. So no room tests for a
+kind, and a new kind changes no room.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Recipe(Section):
         alone. Its texts begin as the tokenizer's chat template does, for any `add_bos`.
       holds_chats: whether a record may be a conversation, so that the model learns to chat.
       is_sampled: whether a sample is a prompt, whose responses the model itself draws.
+      documents_per_record: documents of a token store that a record becomes.
+      store_records: the records of a store, for messages.
+      means: sums of its objective that are recorded as means over the loss weight, by metric.
+      counted: the unit of a batch in lines of progress; "": rows.
+      takes_parts: whether a user's own model, loss or stream is possible.
+      answers_evals: whether each eval writes answers to held-out questions.
     """
 
     unit = "sample"
@@ -42,6 +49,12 @@ class Recipe(Section):
     has_answers = False
     holds_chats = False
     is_sampled = False
+    documents_per_record = 1
+    store_records = "documents"
+    means = tuple[str, ...]()
+    counted = ""
+    takes_parts = True
+    answers_evals = False
 
     def __init_subclass__(cls) -> None:
         """Skips fields: a kind's facts are class attributes."""

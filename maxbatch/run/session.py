@@ -71,7 +71,6 @@ from maxbatch.system.processes.command_start import command_text, take_start
 from maxbatch.system.storage.watched_files import check_watched, watching
 from maxbatch.system.terminal.folding import counted, folded
 from maxbatch.system.terminal.terminal import TrainingConsole
-from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.state import TrainState, num_parameters
 
 if TYPE_CHECKING:
@@ -567,7 +566,7 @@ class Session(Generic[B]):
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
         log_period, counted = (
             self._recording.log_period,
-            TrainedRecipe.of(self.config.recipe).counted,
+            self.config.recipe.counted,
         )
         samples = self.plan.total_samples if self.plan.rl is None else None
         yield RunProgress(

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import numpy as np
 
 from maxbatch.config.combined import StoreConfig
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import names_fixing
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.cache_folder import json_hash
@@ -348,7 +350,10 @@ def _signature(
         **({"deduplicated": held_out} if config.deduplicate else {}),
         "tokenizer": tokenizer.identity,
     }
-    settings |= StoreRecipe.of(config.recipe).store_settings(config, tokenizer)
+    if encoder := StoreRecipe.of(config.recipe).encoder(config, tokenizer):
+        settings["conversations"] = encoder.identity
+    else:
+        settings |= {key: config[key] for key in names_fixing(Fixes.TOKENS)}
     return json_hash(settings)
 
 

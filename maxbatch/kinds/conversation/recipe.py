@@ -10,7 +10,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.split import Fitted, Split
-from maxbatch.update.recipe import TrainedRecipe
+from maxbatch.kinds.text.recipe import TextRecipe
 
 if TYPE_CHECKING:
     from maxbatch.data.store.store import Manifest
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from maxbatch.kinds.conversation.records import Conversations
 
 
-class ConversationRecipe(TrainedRecipe):
+class ConversationRecipe(TextRecipe):
     """Conversations, trained on their answers."""
 
     records = "conversations"

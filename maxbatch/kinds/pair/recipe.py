@@ -11,7 +11,7 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import AllKeys, DataConfig
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.split import Opened, Split
-from maxbatch.update.recipe import TrainedRecipe
+from maxbatch.kinds.text.recipe import TextRecipe
 
 if TYPE_CHECKING:
     from maxbatch.config.combined import ProgramsConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from maxbatch.update.gradients import Objective
 
 
-class PairRecipe(TrainedRecipe):
+class PairRecipe(TextRecipe):
     """Pairs of a chosen and a rejected answer."""
 
     unit = "pair"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from maxbatch.config.sections import AllKeys
 from maxbatch.families.family import FAMILIES
-from maxbatch.update.recipe import TrainedRecipe
+from maxbatch.kinds.text.recipe import TextRecipe
 
 # Keys with values that maxbatch rl cannot have, with rule and working value.
 _REFUSED: Mapping[str, tuple[str, object]] = {
@@ -26,7 +26,7 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 
 
-class PromptRecipe(TrainedRecipe):
+class PromptRecipe(TextRecipe):
     """Prompts of reinforcement learning."""
 
     unit = "prompt"

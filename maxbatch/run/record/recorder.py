@@ -22,7 +22,6 @@ from maxbatch.run.task import Dispatched
 from maxbatch.system.errors import DivergedError
 from maxbatch.system.hardware.chips import chip_of, mfu_peak
 from maxbatch.system.hashing import to_hex
-from maxbatch.update.recipe import TrainedRecipe
 from maxbatch.update.step import StepMetrics
 
 
@@ -101,7 +100,7 @@ class Recorder:
         self._slots_per_sample = manager.rows_per_sample * self._slots_per_row
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
-        self._means = TrainedRecipe.of(config.recipe).means
+        self._means = config.recipe.means
         self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
