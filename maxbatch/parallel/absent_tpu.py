@@ -31,7 +31,7 @@ def tpu_version_here() -> str | None:
     if platforms and "tpu" not in platforms.split(","):
         return None
     ids = (_pci_id(vendor.parent) for vendor in _PCI_DEVICES.glob("*/vendor"))
-    return next((_PCI_IDS[found] for found in ids if found in _PCI_IDS), None)
+    return next((_PCI_IDS[pci_id] for pci_id in ids if pci_id in _PCI_IDS), None)
 
 
 def _pci_id(device: Path) -> str:

@@ -32,8 +32,8 @@ def check_agreed(facts: Facts, remedy: str, where: str = "") -> None:
     """
     if jax.process_count() == 1:
         return
-    if len(set(gather(_hash(facts)))) > 1 and (found := differences(gather(dict(facts)))):
-        raise ConfigError(f"{where}the hosts differ: {first_of(found, _MOST_NAMED, ';')}; {remedy}")
+    if len(set(gather(_hash(facts)))) > 1 and (texts := differences(gather(dict(facts)))):
+        raise ConfigError(f"{where}the hosts differ: {first_of(texts, _MOST_NAMED, ';')}; {remedy}")
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
@@ -43,19 +43,19 @@ def differences(facts: Sequence[Facts]) -> list[str]:
     Args:
       facts: of each host, by its index.
     """
-    names = dict.fromkeys(name for one in facts for name in one)
+    names = dict.fromkeys(name for facts_of_host in facts for name in facts_of_host)
     return [text for name in names if (text := _difference(name, facts))]
 
 
 def _difference(name: str, facts: Sequence[Facts]) -> str | None:
     hosts: dict[str, list[int]] = defaultdict(list)
-    for host, one in enumerate(facts):
-        hosts[one.get(name, "none")].append(host)
+    for host, facts_of_host in enumerate(facts):
+        hosts[facts_of_host.get(name, "none")].append(host)
     if len(hosts) <= 1:
         return None
     texts = _shortened(list(hosts))
     return f"{name}: " + " | ".join(
-        f"{texts[value]} on {_named(found)}" for value, found in hosts.items()
+        f"{texts[value]} on {_named(numbers)}" for value, numbers in hosts.items()
     )
 
 

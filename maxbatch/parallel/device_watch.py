@@ -48,11 +48,11 @@ def _waits_for_core() -> bool:
     """Returns whether another thread of the process is ready to compute; False if the system cannot
     say.
     """
-    own = str(threading.get_native_id())
+    own_id = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if (
-                thread.name != own
+                thread.name != own_id
                 and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
             ):
                 return True

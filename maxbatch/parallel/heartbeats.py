@@ -134,21 +134,21 @@ class Heartbeats:
                 and not self._reports
                 and (failure["host"] != self._index or failure.get("is_dead"))
             ):
-                own = "" if failure.get("is_dead") else f"host {failure['host']}: "
-                if own:
+                prefix = "" if failure.get("is_dead") else f"host {failure['host']}: "
+                if prefix:
                     announce_end(f"host {failure['host']} failed", failure["code"] == EXIT_INPUT)
-                self._end(f"{own}{failure['message']}", failure["code"])
+                self._end(f"{prefix}{failure['message']}", failure["code"])
             if failure:
                 return
 
     def _failure(self) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = json.loads(self._store.key_value_try_get(_FAILURE_KEY))
+            failure: dict[str, Any] = json.loads(self._store.key_value_try_get(_FAILURE_KEY))
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
             raise
-        return found
+        return failure
 
     def _beat(self, text: str) -> None:
         self._store.key_value_set(f"{_BEATS}{self._index}", text, allow_overwrite=True)

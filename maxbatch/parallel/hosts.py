@@ -86,7 +86,7 @@ def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) 
     """
     if jax.distributed.is_initialized():
         return
-    given = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
+    variables = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
     for name in (_ADDRESS, _BIND_ADDRESS):
         if os.environ.get(name):
             Address.parsed(os.environ[name], name)
@@ -95,10 +95,10 @@ def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) 
         "initialization_timeout": max(_CONNECTED_S, math.ceil(host_wait_s)),
     }
     meet_all = partial(_meet, host_wait_s, is_silent)
-    if given[_COUNT] or given[_INDEX]:
-        num_processes, index = _checked(given)
+    if variables[_COUNT] or variables[_INDEX]:
+        num_processes, index = _checked(variables)
         arguments = {
-            "coordinator_address": given[_ADDRESS],
+            "coordinator_address": variables[_ADDRESS],
             "num_processes": num_processes,
             "process_id": index,
         }
@@ -107,9 +107,9 @@ def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) 
         try:
             initialize_after(meet_all, **timeouts)
         except (ValueError, RuntimeError) as error:
-            if given[_ADDRESS]:
+            if variables[_ADDRESS]:
                 raise ConfigError(
-                    f"{_ADDRESS}={given[_ADDRESS]}: needs {_COUNT} and {_INDEX} as well where no "
+                    f"{_ADDRESS}={variables[_ADDRESS]}: needs {_COUNT} and {_INDEX} as well where no "
                     f"cluster is found ({error}); works: {_COUNT}=1 {_INDEX}=0"
                 ) from error
             # Nothing names other hosts, or a program has used its devices already: there is one
@@ -127,16 +127,16 @@ def _meet(
     meet(first, host, num_hosts, host_wait_s, listens_at, is_silent)
 
 
-def _checked(given: dict[str, str]) -> tuple[int, int]:
+def _checked(variables: dict[str, str]) -> tuple[int, int]:
     works = {_ADDRESS: "localhost:8476", _COUNT: "1", _INDEX: "0"}
-    for name, value in given.items():
+    for name, value in variables.items():
         if not value or (name != _ADDRESS and not (value.isascii() and value.isdecimal())):
             rule = "HOST:PORT of process 0" if name == _ADDRESS else "a whole number"
             raise ConfigError(
                 f"environment variable {name}={value}: must be {rule}, since another of "
-                f"{', '.join(given)} is set; works: {name}={works[name]}"
+                f"{', '.join(variables)} is set; works: {name}={works[name]}"
             )
-    num_processes, index = int(given[_COUNT]), int(given[_INDEX])
+    num_processes, index = int(variables[_COUNT]), int(variables[_INDEX])
     if index >= num_processes:
         raise ConfigError(
             f"environment variable {_INDEX}={index}: must be less than {_COUNT}={num_processes}; "
@@ -158,15 +158,15 @@ def refuse_together(code: int, message: str) -> None:
             leave(code, _is_keeper())
 
 
-def _refusals(own: str) -> list[str]:
+def _refusals(refusal: str) -> list[str]:
     """Exchanges the refusals of all hosts, "" for a host that accepts its config; touches no
     device.
     """
     state = coordination()
     if (state.num_processes or 1) == 1:
-        return [own]
+        return [refusal]
     store = _store()
-    store.key_value_set(f"{_REFUSAL}{state.process_id}", own)
+    store.key_value_set(f"{_REFUSAL}{state.process_id}", refusal)
     hosts = range(state.num_processes)
     return [store.blocking_key_value_get(f"{_REFUSAL}{host}", _LONGEST_WAIT_MS) for host in hosts]
 
@@ -273,8 +273,10 @@ def report_to_first(value: T, act: Callable[[list[T]], R], channel: str) -> R:
     key, store = _CHANNELS.next_key(channel), _store()
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     if not is_first():
-        told: R = json.loads(store.blocking_key_value_get(f"{key}/result", _LONGEST_WAIT_MS))
-        return told
+        result_of_first: R = json.loads(
+            store.blocking_key_value_get(f"{key}/result", _LONGEST_WAIT_MS)
+        )
+        return result_of_first
     values = [
         json.loads(store.blocking_key_value_get(f"{key}/{host}", _LONGEST_WAIT_MS))
         for host in range(jax.process_count())
@@ -308,7 +310,7 @@ def _keep_the_output_to_python() -> None:
     # Native code shares standard output: gloo, which joins hosts without accelerators, prints every
     # peer there.
     sys.stdout.flush()
-    own = os.dup(1)
+    descriptor = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding)  # noqa: SIM115  for good
+    sys.stdout = open(descriptor, "w", buffering=1, encoding=sys.stdout.encoding)  # noqa: SIM115  for good

@@ -143,18 +143,18 @@ def _take_programs_of_the_first_process(cpu: str) -> None:
     def read_or_wait(
         name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any
     ) -> Any:
-        found = read(name, key, options, backend, devices, *more)
+        entry = read(name, key, options, backend, devices, *more)
         if not first.shares_cache or len({device.process_index for device in devices}) == 1:
-            return found
+            return entry
         first.tell("begun", key, _place_of_cache())
-        if found[0] is not None:
+        if entry[0] is not None:
             first.tell("compiled", key)
         elif (
             first.told("begun", key) == _place_of_cache()
             and first.told("compiled", key) is not None
         ):
-            found = read(name, key, options, backend, devices, *more)
-        return found
+            entry = read(name, key, options, backend, devices, *more)
+        return entry
 
     def compile_and_tell(*arguments: Any) -> Any:
         try:
@@ -190,23 +190,23 @@ class _FirstProcess:
         self.tell("place", meeting, place)
         self.shares_cache = self.told("place", meeting) in (None, place) and bool(place)
 
-    def tell(self, what: str, program: str, value: str = "") -> None:
-        """Tells the others, if this is the first process."""
-        name, state = f"maxbatch/{what}/{program}", coordination()
+    def tell(self, event: str, program: str, value: str = "") -> None:
+        """Publishes an event of a program, with a value, if this is the first process."""
+        name, state = f"maxbatch/{event}/{program}", coordination()
         if state.process_id == 0 and name not in self._said:
             self._said.add(name)
             state.client.key_value_set(name, value)
 
-    def told(self, what: str, program: str) -> str | None:
-        """Waits until the first process has told it; None: this is the first one, or it has no
-        cache or dies.
+    def told(self, event: str, program: str) -> str | None:
+        """Waits for an event of a program in the first process; returns its value, or None if this
+        is the first process, or the first one has no cache or dies.
         """
         state, until = coordination(), time.monotonic() + _LONGEST_COMPILATION_S
         while not (state.process_id == 0 or self._is_silent):
             try:
                 # In short waits, between which signals are handled.
                 value: str = state.client.blocking_key_value_get(
-                    f"maxbatch/{what}/{program}", _WAIT_MS
+                    f"maxbatch/{event}/{program}", _WAIT_MS
                 )
                 return value
             except jax.errors.JaxRuntimeError as error:

@@ -92,13 +92,13 @@ def settings_in_force(platform: str) -> dict[str, str]:
     settings = {
         name: value for name, value in os.environ.items() if name.startswith("JAX_")
     } | settings
-    found = {
+    in_force = {
         name: value for name, value in settings.items() if not name.lower().startswith(_HARMLESS)
     }
     for variable in _VARIABLES:
         if variable == "XLA_FLAGS" or platform == "tpu":
-            found[variable] = " ".join(sorted(_flags(variable)))
-    return dict(sorted(found.items()))
+            in_force[variable] = " ".join(sorted(_flags(variable)))
+    return dict(sorted(in_force.items()))
 
 
 def _flags(variable: str) -> Iterable[str]:

@@ -63,8 +63,8 @@ def share_out(
     for device in devices:
         hosts[(device.process_index, slice_of(device)) if several else (0, 0)].append(device)
     first, last = num_first // len(hosts), num_last // len(hosts)
-    return [d for own in hosts.values() for d in own[:first]], [
-        d for own in hosts.values() for d in own[-last:]
+    return [d for devices_of_host in hosts.values() for d in devices_of_host[:first]], [
+        d for devices_of_host in hosts.values() for d in devices_of_host[-last:]
     ]
 
 
@@ -101,7 +101,8 @@ def _fill_a_box_each(devices: Sequence[jax.Device]) -> bool:
     for device in devices:
         cores[slice_of(device)].add((*device.coords, device.core_on_chip))
     return all(
-        np.prod(np.ptp(np.array(list(own)), axis=0) + 1) == len(own) for own in cores.values()
+        np.prod(np.ptp(np.array(list(cores_of_slice)), axis=0) + 1) == len(cores_of_slice)
+        for cores_of_slice in cores.values()
     )
 
 

@@ -225,23 +225,25 @@ class Pipeline:
 
         # Each stage is given its number: `axis_index` does not compile for every program that
         # splits other axes too.
-        def exchange(own: jax.Array, stage_1: jax.Array) -> jax.Array:
+        def exchange(own_layers: jax.Array, stage_1: jax.Array) -> jax.Array:
             me = stage_1[0]
-            groups_RxN = own.reshape(R, -1, *own.shape[1:])
+            groups_RxN = own_layers.reshape(R, -1, *own_layers.shape[1:])
             received_RxN = jnp.stack(
                 [
                     jax.lax.ppermute(groups_RxN[jnp.asarray(sent_S)[me]], "pipeline", way)
                     for sent_S, way in zip(sent_RxS, ways, strict=True)
                 ]
             )
-            return received_RxN[jnp.asarray(place_RxS)[:, me]].reshape(own.shape)
+            return received_RxN[jnp.asarray(place_RxS)[:, me]].reshape(own_layers.shape)
 
         mesh, split = self.constrain.mesh, P("pipeline")
         exchange_all = jax.shard_map(
             exchange, mesh=mesh, in_specs=(split, split), out_specs=split, axis_names={"pipeline"}
         )
         stage_S = jnp.arange(S)
-        exchanged: TreeOf = jax.tree.map(lambda own: exchange_all(own, stage_S), stacked)
+        exchanged: TreeOf = jax.tree.map(
+            lambda own_layers: exchange_all(own_layers, stage_S), stacked
+        )
         return exchanged
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:
@@ -266,10 +268,10 @@ class Pipeline:
             _roll(stream_SxCxbxLxD[:, :more], often + 1),
             _roll(stream_SxCxbxLxD[:, more:], often),
         )
-        parts = self.constrain(jnp.concatenate([first, others], axis=1), _STREAM)
-        return jnp.moveaxis(parts.reshape(S, columns, self.batch_shards, -1, *rest), 2, 0).reshape(
-            -1, *rest
-        )
+        columns_SxC = self.constrain(jnp.concatenate([first, others], axis=1), _STREAM)
+        return jnp.moveaxis(
+            columns_SxC.reshape(S, columns, self.batch_shards, -1, *rest), 2, 0
+        ).reshape(-1, *rest)
 
     def _place(self, x_SxbxLxD: jax.Array) -> jax.Array:
         return self.constrain(x_SxbxLxD, ("stage", "batch", "length", "embed"))

@@ -100,12 +100,12 @@ def meet(
         guest.wait()
     except BaseException as error:
         if door is not None:
-            said = (
+            problem = (
                 str(error)
                 if isinstance(error, ConfigError | TrainingError)
                 else "was stopped while the hosts joined"
             )
-            door.end_all(said if said.startswith("host 0") else f"host 0: {said}")
+            door.end_all(problem if problem.startswith("host 0") else f"host 0: {problem}")
         raise
     if door is not None:
         door.close()

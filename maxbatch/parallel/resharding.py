@@ -72,30 +72,30 @@ class Resharding:
         """
         old, new = (tuple(jax.tree.leaves(tree)) for tree in (params, self._shardings))
         sources = tuple(array.sharding for array in old)
-        there, here = sources[0].mesh, new[0].mesh
-        if _devices(there) == _devices(here):
+        old_mesh, new_mesh = sources[0].mesh, new[0].mesh
+        if _devices(old_mesh) == _devices(new_mesh):
             return HandedOver(params)
-        unit = math.lcm(there.size, here.size)
+        unit = math.lcm(old_mesh.size, new_mesh.size)
         forms = tuple(
             _form(array.shape, target, unit) for array, target in zip(old, new, strict=True)
         )
         split = self._split(old, sources, forms)
-        _wait_on_cpu(there, split)
-        return HandedOver(None, _copied(split, forms, there, here), forms)
+        _wait_on_cpu(old_mesh, split)
+        return HandedOver(None, _copied(split, forms, old_mesh, new_mesh), forms)
 
     def receive(self, handed: HandedOver) -> State:
         """Returns parameters that were handed over, at their shardings."""
         new = tuple(jax.tree.leaves(self._shardings))
-        here: Mesh = new[0].mesh
+        new_mesh: Mesh = new[0].mesh
         if handed.params is None:
-            placements = [_evenly(here, form) for form in handed.forms]
+            placements = [_evenly(new_mesh, form) for form in handed.forms]
             received: State = self._join(jax.device_put(handed.pieces, placements), handed.forms)
         else:
             sources = tuple(array.sharding for array in jax.tree.leaves(handed.params))
             if sources == new:
                 return handed.params
             received = self._exchange(handed.params, sources)
-        _wait_on_cpu(here, received)
+        _wait_on_cpu(new_mesh, received)
         return received
 
     def _exchanged(self, params: State, sources: Sequence[NamedSharding]) -> State:
@@ -196,24 +196,24 @@ def _split_evenly(
 
 
 def _copied(
-    arrays: Sequence[jax.Array], forms: Sequence[_Even], there: Mesh, here: Mesh
+    arrays: Sequence[jax.Array], forms: Sequence[_Even], old_mesh: Mesh, new_mesh: Mesh
 ) -> list[jax.Array]:
     """Returns evenly split arrays on the devices of another mesh; each host copies the block that
     it holds.
     """
-    there, here = _by_host(there), _by_host(here)
-    there_own, here_own = _of_this_host(there), _of_this_host(here)
-    num_hosts = here.size // here_own.size
-    arrays = jax.device_put(arrays, [_evenly(there, form) for form in forms])
+    old_mesh, new_mesh = _by_host(old_mesh), _by_host(new_mesh)
+    old_own, new_own = _of_this_host(old_mesh), _of_this_host(new_mesh)
+    num_hosts = new_mesh.size // new_own.size
+    arrays = jax.device_put(arrays, [_evenly(old_mesh, form) for form in forms])
     blocks = []
     for array, form in zip(arrays, forms, strict=True):
         shape = tuple(
             size // num_hosts if dim == form.dim else size for dim, size in enumerate(array.shape)
         )
-        blocks.append(_from_pieces(shape, _evenly(there_own, form), array))
-    blocks = jax.device_put(blocks, [_evenly(here_own, form) for form in forms])
+        blocks.append(_from_pieces(shape, _evenly(old_own, form), array))
+    blocks = jax.device_put(blocks, [_evenly(new_own, form) for form in forms])
     return [
-        _from_pieces(array.shape, _evenly(here, form), block)
+        _from_pieces(array.shape, _evenly(new_mesh, form), block)
         for array, block, form in zip(arrays, blocks, forms, strict=True)
     ]
 
@@ -234,8 +234,8 @@ def _by_host(mesh: Mesh) -> Mesh:
 
 
 def _of_this_host(mesh: Mesh) -> Mesh:
-    own = [device for device in _devices(mesh) if device.process_index == jax.process_index()]
-    return Mesh(np.asarray(own), (_DEVICES,))
+    devices = [device for device in _devices(mesh) if device.process_index == jax.process_index()]
+    return Mesh(np.asarray(devices), (_DEVICES,))
 
 
 def _evenly(mesh: Mesh, form: _Even) -> NamedSharding:
@@ -262,17 +262,18 @@ def _devices(mesh: Mesh) -> list[jax.Device]:
 
 def _axes_of(sharding: NamedSharding, num_dims: int) -> list[_Axes]:
     """Returns the mesh axes of more than one device that split each dimension."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
+    axes_of_dimensions = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
     named = [
-        tuple(axis for axis in part if axis and sharding.mesh.shape[axis] > 1) for part in parts
+        tuple(axis for axis in axes if axis and sharding.mesh.shape[axis] > 1)
+        for axes in axes_of_dimensions
     ]
     return named + [()] * (num_dims - len(named))
 
 
 def _others(mesh: Mesh, used: Sequence[_Axes]) -> _Axes:
     """Returns the mesh axes of more than one device that split no dimension."""
-    taken = {axis for axes in used for axis in axes}
-    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken)
+    used_axes = {axis for axes in used for axis in axes}
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used_axes)
 
 
 def _placement(mesh: Mesh, axes: Sequence[_Axes]) -> NamedSharding:

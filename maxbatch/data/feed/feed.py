@@ -40,7 +40,7 @@ def in_passes(first: int, end: int, shape: BatchShape) -> list[BatchSeries]:
     size = shape.micro_batch
     full, rest = divmod(end - first, size)
     series = [BatchSeries(first, size, full, shape), BatchSeries(end - rest, rest, 1, shape)]
-    return [one for one in series if one.num_rows and one.num_batches]
+    return [batches for batches in series if batches.num_rows and batches.num_batches]
 
 
 class HostOrder:
@@ -50,8 +50,8 @@ class HostOrder:
         self._series = series
         # Per series: this host's rows of a batch, and the index of the first in this order.
         self._rows = [
-            placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)]
-            for one in series
+            placement.local_rows(batches.shape)[placement.wanted(batches.num_rows, batches.shape)]
+            for batches in series
         ]
         sizes = [p.num_batches * len(rows) for p, rows in zip(series, self._rows, strict=True)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -62,14 +62,14 @@ class HostOrder:
 
     def indices(self, first: int, stop: int) -> np.ndarray:
         """Returns the stream's indices at places first to stop - 1: int64[stop - first]."""
-        found = [np.zeros(0, np.int64)]
-        for start, one, rows in zip(self._starts, self._series, self._rows, strict=True):
-            end = start + one.num_batches * len(rows)
+        index_arrays = [np.zeros(0, np.int64)]
+        for start, batches, rows in zip(self._starts, self._series, self._rows, strict=True):
+            end = start + batches.num_batches * len(rows)
             if first < end and start < stop:
                 place_n = np.arange(max(first, start) - start, min(stop, end) - start)
                 batch_n, row_n = np.divmod(place_n, len(rows))
-                found.append(one.first_sample + batch_n * one.num_rows + rows[row_n])
-        return np.concatenate(found)
+                index_arrays.append(batches.first_sample + batch_n * batches.num_rows + rows[row_n])
+        return np.concatenate(index_arrays)
 
 
 class BatchLoader:
@@ -96,9 +96,9 @@ class BatchLoader:
 
     def batches(self) -> Iterator[tuple[int, Batch]]:
         """Yields the batches of the series, each with its number of real rows."""
-        for one in self._series:
-            for _ in range(one.num_batches):
-                yield one.num_rows, self.batch(one.num_rows, one.shape)
+        for series in self._series:
+            for _ in range(series.num_batches):
+                yield series.num_rows, self.batch(series.num_rows, series.shape)
 
     def batch(self, num_rows: int, shape: BatchShape) -> Batch:
         """Returns the next batch, of `num_rows` real rows."""

@@ -90,8 +90,8 @@ class BlockHasher:
         """Adds the next bytes of the file."""
         view = memoryview(data).cast("B")
         if self._rest:
-            taken = min(len(view), BLOCK_BYTES - len(self._rest))
-            self._rest, view = self._rest + bytes(view[:taken]), view[taken:]
+            size = min(len(view), BLOCK_BYTES - len(self._rest))
+            self._rest, view = self._rest + bytes(view[:size]), view[size:]
             if len(self._rest) < BLOCK_BYTES:
                 return
             self._take(block_hashes(self._rest))
@@ -138,10 +138,12 @@ class Blocks:
           ConfigError: a block differs from its hash.
         """
         number = begin // BLOCK_BYTES
-        found = block_hashes(data)
+        hashes = block_hashes(data)
         first = self._first[name] + number
-        expected = self._stored(first, first + len(found)) ^ masks(self._content, first, len(found))
-        differs = found != expected
+        expected = self._stored(first, first + len(hashes)) ^ masks(
+            self._content, first, len(hashes)
+        )
+        differs = hashes != expected
         if differs.any():
             block = number + int(np.argmax(differs))
             raise damaged_file(

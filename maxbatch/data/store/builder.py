@@ -170,14 +170,14 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
         itemsize = np.dtype(TokenLayout.from_config(build.config, build.tokenizer).dtype).itemsize
         finished, old = shards.found(itemsize), store_files(folder)
         shards.begin()
-        here = Path(temporary)
+        local = Path(temporary)
         shard_tokens = build.shard_tokens or SHARD_TOKENS
         manifest = _write_files(
-            here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep
+            local, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep
         )
         check()
         (folder / MANIFEST).unlink(missing_ok=True)  # of a replaced store
-        for file in here.iterdir():
+        for file in local.iterdir():
             upload(file, folder / file.name)
         check()
         write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))

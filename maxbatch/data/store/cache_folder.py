@@ -82,15 +82,15 @@ def _agrees(path: Path, file: BinaryIO) -> bool:
     """Returns whether the text of a value has the checksum that follows it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _CHECKSUM_BYTES))
-    value, _, stated = file.read().rpartition(b", ")
+    value, _, ending = file.read().rpartition(b", ")
     left, checksum = (
-        size - len(stated) - len(b", ") - 1,
+        size - len(ending) - len(b", ") - 1,
         zlib.crc32(json.dumps([path.name]).encode()[:-1] + b", "),
     )
     file.seek(1)
     while part := file.read(min(left, _PART_BYTES)):
         checksum, left = zlib.crc32(part, checksum), left - len(part)
-    return bool(value) and stated == b"%d]" % zlib.crc32(b"]", checksum)
+    return bool(value) and ending == b"%d]" % zlib.crc32(b"]", checksum)
 
 
 def keep(path: Path, value: object) -> None:

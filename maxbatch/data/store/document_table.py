@@ -233,8 +233,8 @@ class RangedTable:
 
     def containing(self, tokens_n: np.ndarray) -> np.ndarray:
         tokens, inverse = np.unique(tokens_n, return_inverse=True)
-        found = self._at_once(self._find, tokens.tolist())
-        return np.array(found, np.int64)[inverse].reshape(tokens_n.shape)
+        documents = self._at_once(self._find, tokens.tolist())
+        return np.array(documents, np.int64)[inverse].reshape(tokens_n.shape)
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
         number_n = np.minimum(documents_n, self._num_documents - 1) // BLOCK_DOCUMENTS
@@ -254,12 +254,12 @@ class RangedTable:
 
     def runs(self) -> Iterator[np.ndarray]:
         step = _BLOCKS_OF_A_PASS * BLOCK_DOCUMENTS
-        found, end = zlib.crc32(self._header), b""
+        checksum, end = zlib.crc32(self._header), b""
         for starts in self._read_ahead(range(0, self._num_documents, step)):
-            found, end = zlib.crc32(starts[:-1].data, found), starts[-1:].tobytes()
+            checksum, end = zlib.crc32(starts[:-1].data, checksum), starts[-1:].tobytes()
             for first in range(0, len(starts) - 1, BLOCK_DOCUMENTS):
                 yield starts[first : first + BLOCK_DOCUMENTS + 1]
-        if zlib.crc32(end, found) != self._checksum:
+        if zlib.crc32(end, checksum) != self._checksum:
             raise self._damaged("it differs from its checksum")
 
     def _read_ahead(self, firsts: Sequence[int]) -> Iterator[np.ndarray]:
@@ -271,8 +271,8 @@ class RangedTable:
             waiting.append(readers().submit(self._starts, first, after))
             if len(waiting) == _REQUESTS_OF_A_PASS:
                 yield waiting.popleft().result()
-        for one in waiting:
-            yield one.result()
+        for reading in waiting:
+            yield reading.result()
 
     @staticmethod
     def _at_once(read: Callable[[int], T], values: Sequence[int]) -> list[T]:
@@ -307,18 +307,18 @@ class RangedTable:
         """
         with self._lock:
             is_new = number not in self._blocks
-            found = self._blocks.setdefault(number, Future())
+            block = self._blocks.setdefault(number, Future())
             self._blocks.move_to_end(number)
             while len(self._blocks) > max(1, KEPT_BYTES // (8 * BLOCK_DOCUMENTS)):
                 self._blocks.popitem(last=False)
         if is_new:
             try:
-                found.set_result(self._read(number))
+                block.set_result(self._read(number))
             except BaseException as error:
                 with self._lock:
                     self._blocks.pop(number, None)
-                found.set_exception(error)
-        return found.result()
+                block.set_exception(error)
+        return block.result()
 
     def _read(self, number: int) -> np.ndarray:
         first = number * BLOCK_DOCUMENTS

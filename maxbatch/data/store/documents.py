@@ -239,7 +239,7 @@ class DocumentSource:
         problem.
         """
         record = json.loads(content)
-        missing = next((theirs for theirs in self._names.values() if theirs not in record), None)
+        missing = next((field for field in self._names.values() if field not in record), None)
         if missing is not None:
             named = f"record_fields={shown(self.record_fields)}"
             return (
@@ -248,7 +248,7 @@ class DocumentSource:
             )
         kept = {name: value for name, value in record.items() if name not in self._names.values()}
         return record_as_json(
-            kept | {ours: record[theirs] for ours, theirs in self._names.items()}
+            kept | {wanted_name: record[field] for wanted_name, field in self._names.items()}
         ), ""
 
     def _pieces(self) -> Iterator[Piece]:
@@ -259,9 +259,9 @@ class DocumentSource:
     def refuse_changed(self) -> None:
         """Raises ConfigError if a file has changed since it was listed."""
         for file in self.files:
-            if what := changed(file):
-                again = "; start again once it is complete" if what == "changed" else ""
-                raise self.error(f"{file.path} {what} while it was read{again}")
+            if change := changed(file):
+                again = "; start again once it is complete" if change == "changed" else ""
+                raise self.error(f"{file.path} {change} while it was read{again}")
 
     @cached_property
     def _format(self) -> Format:
@@ -281,8 +281,8 @@ def _path_files(dataset_type: str, key: str, value: str) -> Listing:
             f"dataset_type={dataset_type}: is not a file format for documents; works: "
             "dataset_type=jsonl"
         )
-    found = file_format(dataset_type)
-    return list_files(key, value, found.names, found.suffixes)
+    form = file_format(dataset_type)
+    return list_files(key, value, form.names, form.suffixes)
 
 
 def _stdlib_files(root: Path) -> LongList[SourceFile]:
@@ -291,12 +291,12 @@ def _stdlib_files(root: Path) -> LongList[SourceFile]:
     """
 
     generated = ("_sysconfigdata", "sitecustomize", "usercustomize")
-    found = files_below(
+    modules = files_below(
         root,
         wanted=lambda name: name.endswith(".py") and not name.startswith(generated),
         enter=lambda name: name not in _STDLIB_LEFT_OUT and not name.startswith("config-"),
     )
-    files = LongList(file for file in found if file.size)
+    files = LongList(file for file in modules if file.size)
     if not files:
         raise ConfigError(
             f"dataset_type='python_stdlib': this Python has no source files in {root}; use "

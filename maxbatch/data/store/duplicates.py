@@ -55,7 +55,7 @@ class HashTable:
         """Adds hashes, of which no two are equal; a slot that is taken sends a hash to the next
         one.
         """
-        slots, found = self._slots, numbers.copy()
+        slots, firsts = self._slots, numbers.copy()
         left, last = np.arange(len(hashes)), np.uint64(len(slots) - 1)
         at = hashes[:, 1] & last
         while len(left):
@@ -66,10 +66,10 @@ class HashTable:
             is_there = (slots[at, :2] == wanted).all(axis=1)
             is_new = is_free & is_there
             slots[at[is_new], 2] = numbers[left[is_new]]
-            found[left[is_there]] = slots[at[is_there], 2]
+            firsts[left[is_there]] = slots[at[is_there], 2]
             self._filled += int(is_new.sum())
             left, at = left[~is_there], (at[~is_there] + np.uint64(1)) & last
-        return found
+        return firsts
 
     def _double(self) -> None:
         old, self._slots, self._filled = (

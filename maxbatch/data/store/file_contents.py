@@ -65,8 +65,8 @@ class _Kept:
         self._path = cache_file(
             data_cache_dir, "contents", Mapped(operator.attrgetter("path"), files)
         )
-        found = recall_list(self._path, "files")
-        lines = found[0] if found else LongList[object]()
+        lists = recall_list(self._path, "files")
+        lines = lists[0] if lists else LongList[object]()
         self.num_unknown = self.unknown_bytes = 0
         self._entries = LongList(
             self._found(lines if len(lines) == len(files) else itertools.repeat(""))

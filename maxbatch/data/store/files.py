@@ -70,10 +70,10 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
 def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
     remote = scheme_of(path) is not None
     place = place_of(path if remote else os.path.expanduser(path), where)
-    is_single, found = False, LongList[SourceFile]()
+    is_single, files = False, LongList[SourceFile]()
     try:
         if is_folder(place):
-            found = files_below(
+            files = files_below(
                 place, lambda name: _is_visible(name) and wanted.search(name), _is_visible
             )
             problem = f"the folder holds no {kind} file"
@@ -82,9 +82,9 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
             file = source_file(
                 Path(os.path.abspath(place)) if isinstance(place, Path) else place, place.name
             )
-            found, problem = LongList([file] if file else []), "not a regular file"
+            files, problem = LongList([file] if file else []), "not a regular file"
         elif glob.has_magic(str(place)):
-            found, problem = files_matching(place), "the glob matches no file"
+            files, problem = files_matching(place), "the glob matches no file"
         else:
             problem = "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
     except TrainingError:  # a store that does not answer
@@ -93,9 +93,9 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
     except Exception as error:
         unlisted = getattr(error, "filename", None) or "it"
         raise ConfigError(f"{where}: cannot list {unlisted}: {typed_reason(error)}") from error
-    if not found:
+    if not files:
         raise ConfigError(f"{where}: {problem}")
-    return Listing(found, () if is_single else tuple(_missing_shards(file.name for file in found)))
+    return Listing(files, () if is_single else tuple(_missing_shards(file.name for file in files)))
 
 
 def _is_visible(name: str) -> bool:

@@ -48,16 +48,16 @@ def line_cuts(stream: BinaryIO, step: int) -> Iterator[Cut]:
     cut_at, content, ends_line = 0, 0, True
     pending: tuple[int, int] | None = None  # a member that no line begins in so far, as in Cut
     try:
-        for place, begins_member, found in _parts(stream):
+        for place, begins_member, data in _parts(stream):
             if place > last and not pending:
                 return
             if begins_member and place - cut_at >= step:
                 pending = place, content
-            if pending and (ends_line or b"\n" in found):
-                yield Cut(content if ends_line else content + found.index(b"\n") + 1, *pending)
+            if pending and (ends_line or b"\n" in data):
+                yield Cut(content if ends_line else content + data.index(b"\n") + 1, *pending)
                 cut_at, pending = pending[0], None
-            content += len(found)
-            ends_line = found.endswith(b"\n") if found else ends_line
+            content += len(data)
+            ends_line = data.endswith(b"\n") if data else ends_line
     except zlib.error:
         return
 

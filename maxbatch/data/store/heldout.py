@@ -28,16 +28,16 @@ class HeldOutFraction:
         """The rule in words, for identities."""
         return f"fraction {self.fraction}" if self.fraction else "none"
 
-    def refuse_empty(self, records: int, what: str) -> None:
+    def refuse_empty(self, records: int, noun: str) -> None:
         """Raises ConfigError if the share is not 0 and yet holds out none of `records` records,
-        named by `what`.
+        named by `noun`.
         """
         if not self.fraction or self.count(records, held_out=True):
             return
         digits = 10 ** (len(str(records)) + 1)
         least = -(-digits // records) / digits
         raise ConfigError(
-            f"eval_fraction={float(self.fraction)}: holds out none of {records} {what}; "
+            f"eval_fraction={float(self.fraction)}: holds out none of {records} {noun}; "
             f"works: eval_fraction={least if records > 1 else 0}"
         )
 

@@ -208,7 +208,7 @@ def _check_prepared_settings(config: StoreConfig, where: str, manifest: Manifest
         prepared |= recipe.prepared_settings(manifest)
     for key, value in prepared.items():
         if config[key] != value:
-            stated, works = (str(flag).lower() for flag in (config[key], value))
+            value_text, works = (str(flag).lower() for flag in (config[key], value))
             raise ConfigError(
-                f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}"
+                f"{key}={value_text}: {where} was prepared with the other value; works: {key}={works}"
             )

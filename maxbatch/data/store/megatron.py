@@ -270,10 +270,10 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
             known = recall(cached)
             if not _is_hashes(known):
                 try:
-                    parts = [table.check(files[0].size), *_digests(bin_file, num_bytes)]
+                    sums = [table.check(files[0].size), *_digests(bin_file, num_bytes)]
                 except ValueError as error:
                     raise damaged(str(error)) from None
-                content = hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+                content = hashlib.blake2b(" ".join(sums).encode(), digest_size=16).hexdigest()
                 known = [content, _whole(bin_file, num_bytes), _whole(index_file, files[1].size)]
                 if stamps != [content_stamp(file) for file in (bin_file, index_file)]:
                     raise ConfigError(
@@ -325,8 +325,8 @@ def _whole(file: AnyPath, size: int) -> str:
     """Returns a store's MD5 or version of an object, or the MD5 of a file's first bytes; shows the
     reading of many.
     """
-    if stated := stored_sum(file):
-        return stated
+    if stored := stored_sum(file):
+        return stored
     if size < _SHOWN_BYTES:
         return md5_of(file, size)
     from maxbatch.system.terminal.bars import bytes_bar  # slow to import

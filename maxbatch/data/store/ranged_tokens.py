@@ -83,18 +83,18 @@ class RangedTokens:
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
         longest = _LONGEST_BYTES // self.dtype.itemsize
-        parts: list[tuple[int, int, int]] = []
+        pieces: list[tuple[int, int, int]] = []
         for begin, end in ranges:
             while begin < end:
                 file = int(np.searchsorted(self._starts, begin, side="right")) - 1
                 stop = min(end, begin + longest, int(self._starts[file + 1]))
-                parts.append(
+                pieces.append(
                     (file, begin - int(self._starts[file]), stop - int(self._starts[file]))
                 )
                 begin = stop
-        is_far = len(parts) > 1 and is_remote(self._files[0])
-        found = readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
-        return np.concatenate([np.zeros(0, self.dtype), *found])
+        is_far = len(pieces) > 1 and is_remote(self._files[0])
+        arrays = readers().map(self._read_one, pieces) if is_far else map(self._read_one, pieces)
+        return np.concatenate([np.zeros(0, self.dtype), *arrays])
 
     def _read_one(self, part: tuple[int, int, int]) -> np.ndarray:
         number, begin, end = part

@@ -385,13 +385,13 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
-        found = sizes.get(name)
-        if found is None:
+        actual = sizes.get(name)
+        if actual is None:
             raise damaged_file(folder / name, "it is missing")
-        if found != size:
-            block = min(size, found) // BLOCK_BYTES
+        if actual != size:
+            block = min(size, actual) // BLOCK_BYTES
             raise damaged_file(
-                folder / name, f"it has {found} bytes, not {size}; damaged from block {block} on"
+                folder / name, f"it has {actual} bytes, not {size}; damaged from block {block} on"
             )
     return manifest
 
@@ -419,16 +419,16 @@ def _is_manifest(value: object) -> TypeGuard[Manifest]:
     )
 
 
-def _are_sizes(stated: object, token_bytes: int) -> bool:
+def _are_sizes(sizes: object, token_bytes: int) -> bool:
     """Returns whether the files in a manifest are those of a store."""
-    if not isinstance(stated, dict) or OFFSETS not in stated:
+    if not isinstance(sizes, dict) or OFFSETS not in sizes:
         return False
-    shards = [name for name in stated if name not in _BESIDE]
+    shards = [name for name in sizes if name not in _BESIDE]
     return (
-        all(_is_count(size, 1 << 62) for size in stated.values())
+        all(_is_count(size, 1 << 62) for size in sizes.values())
         and shards == shard_names(len(shards))
-        and sum(stated[name] for name in shards) == token_bytes
-        and stated.get(BLOCKS) in (None, Blocks(Path(), "", _hashed(stated)).num_bytes)
+        and sum(sizes[name] for name in shards) == token_bytes
+        and sizes.get(BLOCKS) in (None, Blocks(Path(), "", _hashed(sizes)).num_bytes)
     )
 
 

@@ -66,8 +66,8 @@ class Tokeniser:
         """
         done = Tokenised(sum(piece.size for piece in job))
         dtype = np.dtype(self.layout.dtype)
-        for parts in grouped(self._tokens(job, done), len, _WRITE_TOKENS, _WRITE_PARTS):
-            file.write(np.concatenate(parts, dtype=dtype, casting="unsafe").data)
+        for arrays in grouped(self._tokens(job, done), len, _WRITE_TOKENS, _WRITE_PARTS):
+            file.write(np.concatenate(arrays, dtype=dtype, casting="unsafe").data)
         return done
 
     def _tokens(self, job: Sequence[Piece], done: Tokenised) -> Iterator[np.ndarray]:
@@ -256,8 +256,8 @@ def tokenise_all(
     variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones
     # would cost as much as the tokens themselves.
-    ahead = 4 * workers
-    files = [None] if cluster else [folder / f"part-{number}" for number in range(ahead)]
+    most_waiting = 4 * workers
+    files = [None] if cluster else [folder / f"part-{number}" for number in range(most_waiting)]
     parts = map(_Part, jobs, itertools.cycle(files))
     pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer]
     if cluster:
@@ -267,7 +267,7 @@ def tokenise_all(
     else:
         pool = WorkerPool(setup, workers, variables=variables)
     with pool:
-        for part, (done, tokens) in _in_order(pool, parts, ahead):
+        for part, (done, tokens) in _in_order(pool, parts, most_waiting):
             with (
                 io.BytesIO(tokens)
                 if part.file is None
@@ -317,9 +317,11 @@ def _part_writer(tokeniser: Tokeniser) -> Callable[[_Part], _Answer]:
 
 
 def _in_order(
-    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer], parts: Iterable[_Part], ahead: int
+    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer],
+    parts: Iterable[_Part],
+    most_waiting: int,
 ) -> Iterator[tuple[_Part, _Answer]]:
-    """Yields the parts with their answers, in order; at most `ahead` are under way."""
+    """Yields the parts with their answers, in order; at most `most_waiting` are under way."""
     waiting: deque[tuple[_Part, Future[_Answer]]] = deque()
 
     def first() -> tuple[_Part, _Answer]:
@@ -333,7 +335,7 @@ def _in_order(
             ) from end
 
     for part in parts:
-        if len(waiting) == ahead:
+        if len(waiting) == most_waiting:
             yield first()
         if part.file is not None:
             part.file.touch()

@@ -56,8 +56,8 @@ def open_documents(config: StreamConfig, split: Split, cut: Cut) -> Opened:
 def num_rows_if_cached(config: StreamConfig, split: Split, cut: Cut) -> int | None:
     """Returns the number of rows, or None if documents would have to be packed."""
     if cut.strategy == "best_fit":
-        found = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
-        return None if found is None else found.num_rows
+        packing = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
+        return None if packing is None else packing.num_rows
     return _open_plan(config, split, cut)[0].num_rows
 
 

@@ -70,10 +70,10 @@ def _path(config: StreamConfig) -> Path:
     return cache_file(config.data_cache_dir, "epoch-lengths", facts)
 
 
-def _tokenizer_files(stated: str) -> list[tuple[str, object]]:
+def _tokenizer_files(tokenizer_path: str) -> list[tuple[str, object]]:
     """Returns the paths of a tokenizer's files, with stamps that change with their content."""
-    if not stated:
+    if not tokenizer_path:
         return []
-    path = Path(str(folder_of(stated)))
+    path = Path(str(folder_of(tokenizer_path)))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(str(file), content_stamp(file)) for file in files]

@@ -85,7 +85,7 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
         return
     kept = [document for document in documents if document.utf8]
     for document, encoded in zip(
-        kept, encoder.encode_batch([one.utf8 for one in kept]), strict=True
+        kept, encoder.encode_batch([record.utf8 for record in kept]), strict=True
     ):
         if isinstance(encoded, RecordError) and not source.skip_bad_records:
             raise source.bad_record(document, str(encoded))

@@ -126,11 +126,13 @@ def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
     """Normalises the sources' weights, stage by stage."""
     starts = sorted({start for source in sources for start, _ in source.later})
     _check_weights("dataset_path", len(sources), len(starts) + 1)
-    stated = {source.name: dict([(0, source.weight), *source.later]) for source in sources}
-    for weights in stated.values():
+    weights_of = {source.name: dict([(0, source.weight), *source.later]) for source in sources}
+    for weights in weights_of.values():
         for before, start in zip([0, *starts], starts, strict=False):
             weights.setdefault(start, weights[before])
-    totals = {start: sum(weights[start] for weights in stated.values()) for start in (0, *starts)}
+    totals = {
+        start: sum(weights[start] for weights in weights_of.values()) for start in (0, *starts)
+    }
     for start, total in totals.items():
         if not total:
             raise ConfigError(
@@ -138,8 +140,10 @@ def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
             )
     return tuple(
         source._replace(
-            weight=stated[source.name][0] / totals[0],
-            later=tuple((start, stated[source.name][start] / totals[start]) for start in starts),
+            weight=weights_of[source.name][0] / totals[0],
+            later=tuple(
+                (start, weights_of[source.name][start] / totals[start]) for start in starts
+            ),
         )
         for source in sources
     )
@@ -204,8 +208,8 @@ def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
         path = path.strip()
         if not path or not weight:
             works = ";".join(f"{p or 'PATH'},{w or 1}" for p, w in parts)
-            what = f"{shown(path)} has no weight" if path else "a source has no path"
-            raise ConfigError(f"{where}: {what}; works: dataset_path={works!r}")
+            problem = f"{shown(path)} has no weight" if path else "a source has no path"
+            raise ConfigError(f"{where}: {problem}; works: dataset_path={works!r}")
         _refuse_mixture_file(where, path, config.dataset_type)
         yield where, MixtureSource(path, _weight(where, weight), _source_config(config, path, {}))
 

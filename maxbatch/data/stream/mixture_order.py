@@ -74,11 +74,11 @@ class WeightedOrder:
             raise ValueError(f"weights {weights}: must be above 0 and add up to 1")
         self.weights = tuple(weights)
         self._fixed = [math.floor(WINDOW * weight) for weight in weights]
-        parts = [
+        remainders = [
             WINDOW * weight - fixed for weight, fixed in zip(weights, self._fixed, strict=True)
         ]
-        self._steps = math.lcm(*(part.denominator for part in parts))  # q
-        self._widths = [int(part * self._steps) for part in parts]  # q f_k
+        self._steps = math.lcm(*(remainder.denominator for remainder in remainders))  # q
+        self._widths = [int(remainder * self._steps) for remainder in remainders]  # q f_k
         self._stride = _stride(self._steps, max(self._widths))  # s
         # Source k's part is the steps _begins[k] to _begins[k] + _widths[k] - 1 of the line.
         self._begins = [sum(self._widths[:k]) for k in range(len(weights))]
@@ -101,10 +101,10 @@ class WeightedOrder:
         place_n = np.empty(len(index_n), index_n.dtype)
         for block in dict.fromkeys(block_n.tolist()):
             before_K, source_W, place_W = self._block(block)
-            here = block_n == block
-            source_n[here] = source_W[slot_n[here]]
-            place_n[here] = (
-                np.array(before_K, index_n.dtype)[source_n[here]] + place_W[slot_n[here]]
+            in_block = block_n == block
+            source_n[in_block] = source_W[slot_n[in_block]]
+            place_n[in_block] = (
+                np.array(before_K, index_n.dtype)[source_n[in_block]] + place_W[slot_n[in_block]]
             )
         return Origins(source_n, place_n)
 
@@ -116,7 +116,8 @@ class WeightedOrder:
         block = self._block(number)
         in_block_K = np.bincount(block.source_W[:slots], minlength=len(self.weights))
         return [
-            before + here for before, here in zip(block.before_K, in_block_K.tolist(), strict=True)
+            before + count
+            for before, count in zip(block.before_K, in_block_K.tolist(), strict=True)
         ]
 
     def _make_block(self, block: int) -> _Block:
@@ -250,10 +251,12 @@ class StagedOrder:
         )
         source_n, place_n = np.empty(len(index_n), np.int64), np.empty(len(index_n), index_n.dtype)
         for t in np.unique(stage_n).tolist():
-            here = stage_n == t
-            source, place = self._orders[t].at(index_n[here] - self._starts[t])
-            source_n[here] = np.array(self._active[t])[source]
-            place_n[here] = np.array(self._before_TxK[t], index_n.dtype)[source_n[here]] + place
+            in_stage = stage_n == t
+            source, place = self._orders[t].at(index_n[in_stage] - self._starts[t])
+            source_n[in_stage] = np.array(self._active[t])[source]
+            place_n[in_stage] = (
+                np.array(self._before_TxK[t], index_n.dtype)[source_n[in_stage]] + place
+            )
         return Origins(source_n, place_n)
 
     def counts(self, position: int) -> list[int]:

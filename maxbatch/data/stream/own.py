@@ -111,14 +111,20 @@ def _refuse_fraction(eval_fraction: float, why: str, works: str) -> None:
 
 
 def _stream_of(rows: OwnRows, samples: Samples, config: StreamConfig, is_endless: bool) -> Stream:
-    stated = getattr(samples, "identity", None)
+    own_identity = getattr(samples, "identity", None)
     identity: Identity = {"stream": "own", "max_target_length": config.max_target_length}
     if rows.split.fraction:
         identity["held_out"] = rows.split.rule
-    identity |= {"first sample": fingerprint([rows.batch([0])])} if stated is None else dict(stated)
-    ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
+    identity |= (
+        {"first sample": fingerprint([rows.batch([0])])}
+        if own_identity is None
+        else dict(own_identity)
+    )
+    read_ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-    return Stream(rows, tokenizer, identity, rows.num_rows, is_endless=is_endless, ahead=ahead)
+    return Stream(
+        rows, tokenizer, identity, rows.num_rows, is_endless=is_endless, read_ahead=read_ahead
+    )
 
 
 class OwnRows:
@@ -181,8 +187,8 @@ class OwnRows:
         }
 
     def _row(self, index: int) -> RowArrays:
-        found = self._read(index)
-        row = found if isinstance(found, Mapping) else {"tokens": found}
+        sample = self._read(index)
+        row = sample if isinstance(sample, Mapping) else {"tokens": sample}
         if "tokens" not in row:
             raise ConfigError(
                 f"{self._at(index)}: has no tokens; works: {{'tokens': int32[{self.row_length}]}}"

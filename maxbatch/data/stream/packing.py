@@ -238,8 +238,8 @@ def _checked_header(path: Path) -> dict[str, Any]:
         )
         if path.stat().st_size != _HEADER_BYTES + bytes_of_arrays:
             raise ValueError(f"{path} has another size than its header states")
-        found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
-    if header["version"] != _VERSION or header["name"] != path.name or header["crc32"] != found:
+        checksum = _checksum(header, iter(lambda: file.read(1 << 24), b""))
+    if header["version"] != _VERSION or header["name"] != path.name or header["crc32"] != checksum:
         raise ValueError(f"{path} is damaged, or of another version")
     return header
 

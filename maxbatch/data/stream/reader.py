@@ -115,9 +115,9 @@ class ReadAheadByTime:
             self._next += 1
         if not self._reading:
             raise StopIteration
-        found = self._reading.popleft().result()
+        block = self._reading.popleft().result()
         self._returned = time.monotonic()
-        return found
+        return block
 
     def _depth(self) -> int:
         pace = sum(self._intervals) / len(self._intervals)
@@ -146,13 +146,17 @@ class Reader:
     """
 
     def __init__(
-        self, batch: Callable[[Indices], RowArrays], row_length: int, order: Order, ahead: ReadAhead
+        self,
+        batch: Callable[[Indices], RowArrays],
+        row_length: int,
+        order: Order,
+        read_ahead: ReadAhead,
     ):
-        size = max(1, min(_BLOCK_TOKENS // row_length, ahead.rows // 4))
+        size = max(1, min(_BLOCK_TOKENS // row_length, read_ahead.rows // 4))
         self._blocks = RowBlocks(batch, order, size)
-        self._worker_count = ahead.worker_count
-        self._prefetch_blocks = -(-ahead.rows // size)
-        self._seconds = ahead.seconds
+        self._worker_count = read_ahead.worker_count
+        self._prefetch_blocks = -(-read_ahead.rows // size)
+        self._seconds = read_ahead.seconds
         self._most_blocks = _AHEAD_BYTES // (size * row_length * _SLOT_BYTES)
         self._iterator: grain.DatasetIterator[RowArrays] | ReadAheadByTime | None = None
         self._rest: RowArrays | None = None
@@ -169,18 +173,18 @@ class Reader:
         if self._closed:
             raise ValueError("the reader is closed")
         end = min(self.position + count, len(self._blocks.order))
-        parts: list[RowArrays] = []
+        blocks: list[RowArrays] = []
         while self.position < end:
             block, missing = self._next_block(), end - self.position
             if len(block["tokens"]) > missing:
                 self._rest = {name: array[missing:] for name, array in block.items()}
                 block = {name: array[:missing] for name, array in block.items()}
-            parts.append(block)
+            blocks.append(block)
             self.position += len(block["tokens"])
-        if len(parts) == 1:
-            return parts[0]
-        parts = parts or [self._blocks.batch([])]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if len(blocks) == 1:
+            return blocks[0]
+        blocks = blocks or [self._blocks.batch([])]
+        return {name: np.concatenate([part[name] for part in blocks]) for name in blocks[0]}
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
@@ -219,9 +223,9 @@ class Reader:
         # Grain's workers read absl flags, which only absl's main parses.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
-        ahead = max(1, self._prefetch_blocks // self._worker_count)
+        buffer_size = max(1, self._prefetch_blocks // self._worker_count)
         options = grain.MultiprocessingOptions(
-            num_workers=self._worker_count, per_worker_buffer_size=ahead
+            num_workers=self._worker_count, per_worker_buffer_size=buffer_size
         )
         in_worker = blocks.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         return iter(in_worker.mp_prefetch(options, worker_init_fn=_start_worker))

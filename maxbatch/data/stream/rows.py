@@ -149,11 +149,11 @@ class BlockLayout:
             self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)
         ]
         first_S: list[np.ndarray] = []
-        for number, one in zip(numbers, extents, strict=True):
-            slots_S = one.slots(self._slot_tokens)
+        for number, extent in zip(numbers, extents, strict=True):
+            slots_S = extent.slots(self._slot_tokens)
             first_S.append(self._before_K[number] + np.cumsum(slots_S) - slots_S)
         first_S.append(self._before_K[[numbers[-1] + 1]])
-        start_S, end_S = (np.concatenate(parts) for parts in zip(*extents, strict=True))
+        start_S, end_S = (np.concatenate(arrays) for arrays in zip(*extents, strict=True))
         return Placed(np.concatenate(first_S), Extents(start_S, end_S))
 
     def _extents(self, number: int, block: np.ndarray) -> Extents:

@@ -91,19 +91,21 @@ class Mixed:
 
     def place(self, index: int) -> SampleOrigin:
         source, place = (array.tolist()[0] for array in self._order.at([operator.index(index)]))
-        found: SampleOrigin = self._epochs[source].place(place)._replace(source=self._names[source])
-        return found
+        origin: SampleOrigin = (
+            self._epochs[source].place(place)._replace(source=self._names[source])
+        )
+        return origin
 
     def batch(self, indices: Indices) -> RowArrays:
         source_n, place_n = self._order.at(indices)
-        parts = [
+        batches = [
             self._epochs[source].batch(place_n[source_n == source].tolist())
             for source in np.unique(source_n).tolist() or [0]
         ]
         place_in_parts_n = np.argsort(np.argsort(source_n, kind="stable"))
         return {
-            name: np.concatenate([part[name] for part in parts])[place_in_parts_n]
-            for name in parts[0]
+            name: np.concatenate([batch[name] for batch in batches])[place_in_parts_n]
+            for name in batches[0]
         }
 
     def counts(self, position: int) -> dict[str, int]:
@@ -124,29 +126,31 @@ class Mixed:
         return together
 
 
-def _figures(parts: Sequence[RowSource]) -> dict[str, object]:
-    samples = sum(rows.num_rows for rows in parts)
-    slots = sum(rows.num_rows * rows.row_length for rows in parts)
-    tokens = sum(rows.num_tokens for rows in parts)
+def _figures(sources: Sequence[RowSource]) -> dict[str, object]:
+    samples = sum(rows.num_rows for rows in sources)
+    slots = sum(rows.num_rows * rows.row_length for rows in sources)
+    tokens = sum(rows.num_tokens for rows in sources)
     return {
         "samples": samples,
         "slots": slots,
         "tokens": tokens,
         "packing_efficiency": tokens / slots,
-        "documents": sum(rows.num_documents for rows in parts),
-        "skipped_records": sum(rows.skipped_records for rows in parts),
-        **_trained(parts),
+        "documents": sum(rows.num_documents for rows in sources),
+        "skipped_records": sum(rows.skipped_records for rows in sources),
+        **_trained(sources),
     }
 
 
-def _trained(parts: Sequence[RowSource]) -> dict[str, object]:
+def _trained(sources: Sequence[RowSource]) -> dict[str, object]:
     """Returns the figures of trained tokens; empty where all are trained on."""
-    figures = [rows.trained for rows in parts if rows.trained]
+    figures = [rows.trained for rows in sources if rows.trained]
     if not figures:
         return {}
-    tokens = TrainedTokens(*map(sum, zip(*(one.tokens for one in figures), strict=True)))
+    tokens = TrainedTokens(
+        *map(sum, zip(*(conversations.tokens for conversations in figures), strict=True))
+    )
     return {
-        "overlong_records": sum(one.num_overlong for one in figures),
+        "overlong_records": sum(conversations.num_overlong for conversations in figures),
         "trained_tokens": tokens.total,
         "trained_tokens_per_sample": {"mean": tokens.mean, "std": tokens.std},
     }

@@ -168,8 +168,8 @@ def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
     mixture = read_mixture(config)
     try:
         if mixture is None:
-            found = _find_rows(config)
-            return found and found.num_rows
+            rows = _find_rows(config)
+            return rows and rows.num_rows
     except ConfigError:
         # Planning for data that are not on this machine leaves out epoch figures; training on them
         # raises.
@@ -186,8 +186,8 @@ def refuse_num_epochs(config: StreamConfig, mixture: tuple[MixtureSource, ...]) 
     if num_epochs is None:
         return
     try:
-        found = [_find_rows(source.config, config) for source in mixture]
-        rows = [one and one.num_rows for one in found]
+        cached = [_find_rows(source.config, config) for source in mixture]
+        rows = [figures and figures.num_rows for figures in cached]
     except ConfigError:
         rows = [None]
     samples = 10**6 if None in rows else math.ceil(exact(num_epochs) * sum(filter(None, rows)))
@@ -205,11 +205,13 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
         return None
     try:
         mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
-        found = [(source.weight, _find_rows(source.config, config)) for source in mixture]
+        weighted = [(source.weight, _find_rows(source.config, config)) for source in mixture]
     except ConfigError:
         return None
     shares = [
-        TrainedShare(float(weight), rows.trained) for weight, rows in found if rows and rows.trained
+        TrainedShare(float(weight), rows.trained)
+        for weight, rows in weighted
+        if rows and rows.trained
     ]
     return shares if len(shares) == len(mixture) else None
 
@@ -267,8 +269,8 @@ def _synthetic_rows(
     # A vocabulary may be too small for bytes; rows then use only its tokens.
     token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
     rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
-    stated = ("dataset_type", "synthetic_samples", "data_shuffle_seed", "max_target_length")
-    identity = {key: config[key] for key in stated} | {
+    keys = ("dataset_type", "synthetic_samples", "data_shuffle_seed", "max_target_length")
+    identity = {key: config[key] for key in keys} | {
         "token_range": token_range,
         "held_out": fraction.rule,
     }

@@ -62,7 +62,7 @@ class Stream:
     identity: Identity  # the settings that define the stream; equal identities mean equal samples
     samples_per_epoch: int | None  # n, rows of the split; None for the training stream of a mixture
     is_endless: bool
-    ahead: ReadAhead
+    read_ahead: ReadAhead
     notes: tuple[str, ...] = ()  # records left out, cut or split, and why
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Stream:
         """Returns a reader of the samples of `order`, such as one host's rows; the caller must
         close it.
         """
-        return Reader(self.batch, self.samples.row_length, order, self.ahead)
+        return Reader(self.batch, self.samples.row_length, order, self.read_ahead)
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures of an epoch.
@@ -196,13 +196,15 @@ def open_stream(
         source.store_folder and is_remote(source.store_folder) for source in sources.values()
     )
     seconds = _FAR_AHEAD_S if is_far else 0.0
-    ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size, seconds)
+    read_ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size, seconds)
     notes = tuple(
         f"{name}: {text}" if name else text
         for name, source in sources.items()
         for text in source.notes
     )
-    return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead, notes)
+    return Stream(
+        samples, first.tokenizer, identity, samples_per_epoch, not held_out, read_ahead, notes
+    )
 
 
 def _open_sources(
@@ -230,15 +232,15 @@ def _mixed(
     held_out: bool,
 ) -> Mixed:
     seen: Counter[str] = Counter()
-    parts = {}
+    epochs = {}
     for name, source in sources.items():
         # The number gives sources of equal content different permutations.
         key = f"{source.shuffle_name} {seen[source.shuffle_name]}"
         seen[source.shuffle_name] += 1
-        parts[name] = _epochs(config, source, None if held_out else key)
+        epochs[name] = _epochs(config, source, None if held_out else key)
     if held_out:
-        return Mixed(parts, InTurn([source.rows.num_rows for source in sources.values()]))
-    return Mixed(parts, StagedOrder(stages_of(mixture)))
+        return Mixed(epochs, InTurn([source.rows.num_rows for source in sources.values()]))
+    return Mixed(epochs, StagedOrder(stages_of(mixture)))
 
 
 def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> Identity:

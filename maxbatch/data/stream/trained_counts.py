@@ -20,17 +20,17 @@ _ROWS_AT_ONCE = 1024
 
 def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:
     """Returns the cached figures of the rows of `key`, or None."""
-    found = recall(_path(config, key))
-    return TrainedTokens(*found) if isinstance(found, list) else None
+    figures = recall(_path(config, key))
+    return TrainedTokens(*figures) if isinstance(figures, list) else None
 
 
 def count_trained_tokens(
     config: StreamConfig, key: Mapping[str, object], rows: RowSource
 ) -> TrainedTokens:
     """Returns the figures of the rows of `key`, from the cache or by reading all rows."""
-    found = find_trained_tokens(config, key)
-    if found is not None:
-        return found
+    figures = find_trained_tokens(config, key)
+    if figures is not None:
+        return figures
     total = square_sum = 0
     for begin in range(0, rows.num_rows, _ROWS_AT_ONCE):
         block = rows.batch(range(begin, min(begin + _ROWS_AT_ONCE, rows.num_rows)))

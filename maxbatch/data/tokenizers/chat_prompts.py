@@ -70,12 +70,12 @@ class ChatPrompts:
     def _rendered(self, question: Conversation) -> Rendered:
         try:
             self._template.refuse_unknown_roles(question.messages)
-            [found] = self._template.render([question])
-            if isinstance(found, RecordError):
-                raise found
+            [rendered] = self._template.render([question])
+            if isinstance(rendered, RecordError):
+                raise rendered
         except RecordError as error:
             raise ConfigError(f"the conversation cannot be written: {error}") from None
-        return found
+        return rendered
 
 
 def chat_prompts(tokenizer: Tokenizer) -> ChatPrompts | None:

@@ -204,11 +204,11 @@ class _Marks:
         """Removes the marks from a rendered text; raises RecordError for unpaired marks."""
         if not self._is_used:
             return _Marked(text, None)
-        parts, spans, length, begin = [], [], 0, None
+        texts, spans, length, begin = [], [], 0, None
         for part in re.split(f"(</?{self._name}>)", text):
             opens, closes = part == f"<{self._name}>", part == f"</{self._name}>"
             if self._name not in part:
-                parts.append(part)
+                texts.append(part)
                 length += len(part)
             elif opens and begin is None:
                 begin = length
@@ -221,7 +221,7 @@ class _Marks:
                 )
         if begin is not None:
             raise RecordError("the chat template cuts off the content of its {% generation %}")
-        return _Marked("".join(parts), spans)
+        return _Marked("".join(texts), spans)
 
 
 def check_syntax(source: str) -> None:

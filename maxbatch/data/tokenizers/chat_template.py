@@ -145,8 +145,10 @@ def read_template(
     settings |= read_settings(folder / "tokenizer_config.json", error)
     file = folder / "chat_template.jinja"
     with reading(shown_path(file), blame=error):
-        stated = read_text(file, shown_path(file), _MOST_SOURCE_BYTES) if file.is_file() else None
-    sources = _sources(settings.get("chat_template") if stated is None else stated)
+        file_text = (
+            read_text(file, shown_path(file), _MOST_SOURCE_BYTES) if file.is_file() else None
+        )
+    sources = _sources(settings.get("chat_template") if file_text is None else file_text)
     if sources is None:
         raise error(
             "has no chat template, which messages need (chat_template.jinja, or "
@@ -163,7 +165,7 @@ def read_template(
     more = settings.get("additional_special_tokens")
     if isinstance(more, list):
         variables["additional_special_tokens"] = [
-            text for one in more if (text := _text_of(one)) is not None
+            text for token in more if (text := _text_of(token)) is not None
         ]
     template = ChatTemplate(
         sources, variables, tuple(sorted({*ends} - {""}, key=lambda end: (-len(end), end)))
@@ -186,14 +188,16 @@ def read_template(
     return template
 
 
-def _sources(found: object) -> dict[str, str] | None:
+def _sources(value: object) -> dict[str, str] | None:
     """Returns templates by name from a text, an object or a list; None for anything else."""
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        pairs = [(one.get("name"), one.get("template")) for one in found if isinstance(one, dict)]
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        pairs = [
+            (entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)
+        ]
     else:
-        pairs = list(found.items()) if isinstance(found, dict) else []
+        pairs = list(value.items()) if isinstance(value, dict) else []
     texts = {
         name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)
     }

@@ -95,8 +95,8 @@ class _FileTokenizer(Tokenizer, Generic[L]):
         """The padding token, else eos, bos, or 0: the model never trains on the tokens of empty
         slots.
         """
-        found = (self._special("pad"), self.eos_id, self.bos_id, 0)
-        return next(token for token in found if token is not None)
+        candidates = (self._special("pad"), self.eos_id, self.bos_id, 0)
+        return next(token for token in candidates if token is not None)
 
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (int32[n]) of each text; no special tokens."""
@@ -147,14 +147,14 @@ class _FileTokenizer(Tokenizer, Generic[L]):
             raise ConfigError(f"{where}: {problem}")
         file = folder_of(path)
         if file.is_dir():
-            found = sorted(entry for entry in file.glob(self.file_name) if entry.is_file())
-            if len(found) != 1:
-                names = shown(", ".join(entry.name for entry in found))
-                problem = f"holds several ({names}); name one" if found else "holds none"
+            files = sorted(entry for entry in file.glob(self.file_name) if entry.is_file())
+            if len(files) != 1:
+                names = shown(", ".join(entry.name for entry in files))
+                problem = f"holds several ({names}); name one" if files else "holds none"
                 raise ConfigError(
                     f"{where}: must be a folder with a file {self.file_name}; it {problem}"
                 )
-            return found[0]
+            return files[0]
         if not file.is_file():
             raise ConfigError(f"{where}: no such file or folder (seen from {os.getcwd()})")
         return file
@@ -206,7 +206,7 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         encoded = self._markup_library.encode_batch_fast(
             [utf8_of(text).decode("utf-8") for text in texts], add_special_tokens=False
         )
-        return [np.array(one.ids, np.int32) for one in encoded]
+        return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
@@ -240,11 +240,11 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         return library
 
     def _special(self, name: str) -> int | None:
-        stated = self._stated_tokens
-        if f"{name}_token" not in stated:
+        tokens = self._stated_tokens
+        if f"{name}_token" not in tokens:
             ids = map(self._library.token_to_id, _NAMES[name])
             return next((token for token in ids if token is not None), None)
-        token = stated[f"{name}_token"]
+        token = tokens[f"{name}_token"]
         return None if token is None else self._library.token_to_id(token)
 
     def _settings(self) -> bytes:
@@ -256,13 +256,13 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         from maxbatch.data.tokenizers.chat_template import read_settings
 
         settings = read_settings(self.file.with_name("tokenizer_config.json"), self.error)
-        stated: dict[str, str | None] = {}
+        tokens: dict[str, str | None] = {}
         for name in (f"{name}_token" for name in _NAMES):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
             if name in settings and (token is None or isinstance(token, str)):
-                stated[name] = token
-        return stated
+                tokens[name] = token
+        return tokens
 
 
 class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):

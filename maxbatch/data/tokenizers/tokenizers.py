@@ -77,9 +77,9 @@ class NoTokenizer(Tokenizer):
         """Returns the ids as numbers."""
         return " ".join(str(int(token)) for token in ids)
 
-    def _error(self, what: str) -> ConfigError:
+    def _error(self, use: str) -> ConfigError:
         return ConfigError(
-            f"tokenizer_type=byte: the data hold token ids of another tokenizer, which {what} "
+            f"tokenizer_type=byte: the data hold token ids of another tokenizer, which {use} "
             "needs; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
         )
 
@@ -117,10 +117,10 @@ def make_tokenizer(tokenizer_type: str, tokenizer_path: str) -> Tokenizer:
 def check_special_tokens(config: DataConfig, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `add_bos` or `add_eos` is set and the tokenizer lacks the token."""
     tokens = (("add_bos", tokenizer.bos_id, "beginning"), ("add_eos", tokenizer.eos_id, "end"))
-    for key, token, what in tokens:
+    for key, token, role in tokens:
         if config[key] and token is None:
             raise ConfigError(
                 f"{key}=true: the {config.tokenizer_type} tokenizer "
-                f"{shown(repr(config.tokenizer_path))} has no {what}-of-text token; works: "
+                f"{shown(repr(config.tokenizer_path))} has no {role}-of-text token; works: "
                 f"{key}=false"
             )
