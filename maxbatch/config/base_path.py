@@ -11,9 +11,9 @@ def stated_base(overrides: Sequence[str]) -> str:
     """Returns the path of an override of `load_parameters_path`, where a run's base model is now;
     "" without one.
     """
-    stated = [
+    paths = [
         text.partition("=")[2].strip()
         for text in overrides
         if text.partition("=")[0].strip() == BASE_KEY
     ]
-    return stated[-1] if stated else ""
+    return paths[-1] if paths else ""

@@ -41,9 +41,9 @@ def file_formats() -> tuple[str, ...]:
 
 def file_format(dataset_type: str) -> FileFormat:
     """Loads a format of files."""
-    found = load(Table.FORMATS, dataset_type)
-    assert isinstance(found, FileFormat), f"{dataset_type} is a format of files"
-    return found
+    form = load(Table.FORMATS, dataset_type)
+    assert isinstance(form, FileFormat), f"{dataset_type} is a format of files"
+    return form
 
 
 def has_records(dataset_type: str) -> bool:

@@ -79,7 +79,11 @@ class ForeignWords(ABC):
 
     @abstractmethod
     def replacement(
-        self, unknown: Sequence[Entry], settled: Settled, own: Mapping[str, str], machine: Machine
+        self,
+        unknown: Sequence[Entry],
+        settled: Settled,
+        known_texts: Mapping[str, str],
+        machine: Machine,
     ) -> Replacement:
         """Returns what works in place of unknown entries; `UnknownKeys` has the arguments."""
 

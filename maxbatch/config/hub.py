@@ -51,17 +51,17 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> AnyPath
     name = hub_name(path)
     if name is None:
         return as_path(path)
-    found = _lookup(name, weights)
-    if isinstance(found, str):
-        raise ConfigError(f"{shown(name)}: {found}")
-    return found
+    folder = _lookup(name, weights)
+    if isinstance(folder, str):
+        raise ConfigError(f"{shown(name)}: {folder}")
+    return folder
 
 
 def hub_problem(path: str | os.PathLike[str]) -> str | None:
     """Returns why a hub name cannot be used; None if it can, or for other paths."""
     name = hub_name(path)
-    found = _lookup(name, False) if name else None
-    return found if isinstance(found, str) else None
+    folder = _lookup(name, False) if name else None
+    return folder if isinstance(folder, str) else None
 
 
 @functools.cache
@@ -69,12 +69,12 @@ def _lookup(name: str, weights: bool) -> Path | str:
     """Returns the folder of a model, or the reason why there is none; looked up once in a
     process.
     """
-    here = f"no such file or folder (seen from {os.getcwd()})"
+    problem = f"no such file or folder (seen from {os.getcwd()})"
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         return (
-            f"{here}; a name of the Hugging Face hub needs huggingface_hub, which is not "
+            f"{problem}; a name of the Hugging Face hub needs huggingface_hub, which is not "
             "installed; pip install 'maxbatch[text]'"
         )
     revision = None
@@ -89,6 +89,6 @@ def _lookup(name: str, weights: bool) -> Path | str:
             name, revision=revision, allow_patterns=wanted, ignore_patterns=[_BELOW]
         )
     except Exception as error:  # errors of the hub, of the network and of the disk
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return f"{here}, and the Hugging Face hub gives none of that name ({said})"
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{problem}, and the Hugging Face hub gives none of that name ({cause})"
     return Path(folder)

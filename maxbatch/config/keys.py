@@ -223,13 +223,13 @@ class Section(Mapping[str, Any]):
         """Reads the rows of a section; `changes` is the effect of a resume with another value of
         its keys.
         """
-        own = inspect.get_annotations(cls)
-        rows = {name: row for name in own if isinstance(row := cls.__dict__.get(name), _Row)}
+        fields = inspect.get_annotations(cls)
+        rows = {name: row for name in fields if isinstance(row := cls.__dict__.get(name), _Row)}
         for name in rows:
             delattr(cls, name)
         bases = [base for base in cls.__bases__ if issubclass(base, Section)]
-        cls._names = (*(name for base in bases for name in base._names), *own)
-        declared = (_key(name, own[name], row, changes) for name, row in rows.items())
+        cls._names = (*(name for base in bases for name in base._names), *fields)
+        declared = (_key(name, fields[name], row, changes) for name, row in rows.items())
         cls.declared = (*(key for base in bases for key in base.declared), *declared)
 
     def __init__(self, **values: object) -> None:
@@ -265,9 +265,12 @@ class Section(Mapping[str, Any]):
         """
         if type(config) is cls:
             return config
-        parts = _parts(cls)
+        sections = _parts(cls)
         return cls(
-            **{name: part.of(config) if part else config[name] for name, part in parts.items()}
+            **{
+                name: section.of(config) if section else config[name]
+                for name, section in sections.items()
+            }
         )
 
     @classmethod

@@ -105,8 +105,8 @@ def load_config(
       ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside
         its rule, alternatives stated together.
     """
-    stated = overrides if isinstance(overrides, str) else [*overrides, *override_texts(keys)]
-    return config_from(resolve(path, stated))
+    texts = overrides if isinstance(overrides, str) else [*overrides, *override_texts(keys)]
+    return config_from(resolve(path, texts))
 
 
 def config_from(settings: Mapping[str, Setting]) -> Config:
@@ -130,13 +130,13 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
     return f"{enabled}=true has no effect: {batch} replaces the ramp"
 
 
-def override_texts(stated: Mapping[str, object]) -> list[str]:
+def override_texts(settings: Mapping[str, object]) -> list[str]:
     """Returns Python values as "key=value" texts; items of a list are joined by commas.
 
     Raises:
       ConfigError: no key has a value of this type.
     """
-    return [f"{name}={_text_of(name, value)}" for name, value in stated.items()]
+    return [f"{name}={_text_of(name, value)}" for name, value in settings.items()]
 
 
 def _text_of(name: str, value: object) -> str:
@@ -173,8 +173,8 @@ def _settled(
     stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]
 ) -> Mapping[str, Setting]:
     """Merges the layers below and above a preset's rates; only keys of base.yml."""
-    below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
-    above = [_layer(*stated) for stated in stated_above]
+    below = [_base_layer(), *(_layer(kind, entries) for kind, entries in stated_below)]
+    above = [_layer(kind, entries) for kind, entries in stated_above]
     layers = [*below, *above]
     naming = max(i for i, layer in enumerate(layers) if "model_name" in layer)
     preset = _preset(naming, layers)
@@ -250,7 +250,7 @@ def _chain(path: AnyPath) -> list[_Stated]:
             return layers
         from maxbatch.config.yaml_file import entries
 
-        stated = list(entries(path))
+        file_entries = list(entries(path))
         real = path.resolve()
         if real in seen:
             loop = shown(" -> ".join(p.name for p in [*seen, path]))
@@ -261,9 +261,9 @@ def _chain(path: AnyPath) -> list[_Stated]:
                 f"base_config={shown_path(path)}: a chain has at most {_MOST_FILES} files"
             )
         seen.append(real)
-        base = next((entry for entry in stated if entry.name == "base_config"), None)
+        base = next((entry for entry in file_entries if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"
-        layers.insert(0, _Stated(kind, [entry for entry in stated if entry is not base]))
+        layers.insert(0, _Stated(kind, [entry for entry in file_entries if entry is not base]))
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
         if fault := url_fault(base.text):
@@ -334,7 +334,7 @@ def _displace_form(settings: dict[str, Setting], preset: _Layer, model_name: Set
 
 
 def _environment() -> list[Entry]:
-    stated, faults = [], list[str]()
+    settings, faults = [], list[str]()
     for variable, text in sorted(os.environ.items()):
         if variable.startswith(_ENVIRONMENT):
             name = variable.removeprefix(_ENVIRONMENT)
@@ -342,17 +342,17 @@ def _environment() -> list[Entry]:
                 faults.append(
                     f"environment variable {shown(variable)}: names no config key{_hint(name)}"
                 )
-            stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
+            settings.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
     if faults:
         raise ConfigError("; ".join(faults))
-    return stated
+    return settings
 
 
 def _hint(name: str) -> str:
     from maxbatch.config.unknown import hint
 
-    said, separator, near = hint(name.lower()).partition("; nearest: ")
-    return f"; nearest: {_ENVIRONMENT}{near.upper()}" if separator else said
+    answer, separator, near = hint(name.lower()).partition("; nearest: ")
+    return f"; nearest: {_ENVIRONMENT}{near.upper()}" if separator else answer
 
 
 def _refuse_unknown(
@@ -390,8 +390,8 @@ def _refuse_unknown(
             return layer._replace(
                 entries=[
                     entry._replace(name=name, text=text)
-                    for entry, own in texts
-                    for name, text in own.items()
+                    for entry, settings in texts
+                    for name, text in settings.items()
                 ]
             )
 
@@ -407,8 +407,8 @@ def _refuse_unknown(
         for layer in (*below, *above)
         for entry in layer.entries
     )
-    own = {entry.name: entry.text for entry in entries_of if entry.name in known - foreign}
-    raise UnknownKeys(unknown, str(path) if in_file else None, settled, own)
+    known_texts = {entry.name: entry.text for entry in entries_of if entry.name in known - foreign}
+    raise UnknownKeys(unknown, str(path) if in_file else None, settled, known_texts)
 
 
 def _overrides(overrides: Sequence[str]) -> list[Entry]:
@@ -417,7 +417,7 @@ def _overrides(overrides: Sequence[str]) -> list[Entry]:
         raise ConfigError(
             f'overrides="{text}": must be a list of texts; works: overrides=["{text}"]'
         )
-    stated = []
+    settings = []
     for override in overrides:
         if not isinstance(override, str):
             raise ConfigError(
@@ -426,12 +426,12 @@ def _overrides(overrides: Sequence[str]) -> list[Entry]:
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"{shown(override)}: an override is key=value; works: steps=100")
-        stated.append(Entry(name.strip(), text, True, ""))
-    return stated
+        settings.append(Entry(name.strip(), text, True, ""))
+    return settings
 
 
-def _layer(kind: str, stated: Iterable[Entry]) -> _Layer:
-    return {entry.name: Setting(_read(entry), kind, entry.where) for entry in stated}
+def _layer(kind: str, entries: Iterable[Entry]) -> _Layer:
+    return {entry.name: Setting(_read(entry), kind, entry.where) for entry in entries}
 
 
 def _read(entry: Entry) -> Value:
@@ -447,8 +447,8 @@ def _read(entry: Entry) -> Value:
 def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
     """Puts a layer over the settings below it; its alternatives displace theirs."""
     settings.update(layer)
-    stated = {name for name, setting in layer.items() if setting.value is not None}
-    for name, by, to_default in list(displaced(_values(settings), stated)):
+    stated_names = {name for name, setting in layer.items() if setting.value is not None}
+    for name, by, to_default in list(displaced(_values(settings), stated_names)):
         nothing = False if name == "enable_rampup_batch_size" else None
         value = KEYS[name].default_value if to_default else nothing
         if to_default or settings[name].value != value:

@@ -105,7 +105,7 @@ def context_length(config: DecoderConfig, path: str) -> int:
     Raises:
       ConfigError: the file that states it cannot be read.
     """
-    stated = max((form.context_length(path) for form in model_forms().values() if path), default=0)
+    longest = max((form.context_length(path) for form in model_forms().values() if path), default=0)
     if config.trainable_position_size > 0:
-        stated = min(stated, config.trainable_position_size)
-    return max(config.max_target_length, stated)
+        longest = min(longest, config.trainable_position_size)
+    return max(config.max_target_length, longest)

@@ -63,8 +63,8 @@ def data_fault(paths: str) -> str | None:
     """Returns the rule broken by one of several data paths, which are joined by ";" or in a
     mapping.
     """
-    parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
-    urls = [path.strip() for path in parts if scheme_of(path)]
+    texts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
+    urls = [path.strip() for path in texts if scheme_of(path)]
     return next(filter(None, (place_fault(url, may_hold_pattern=True) for url in urls)), None)
 
 

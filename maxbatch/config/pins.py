@@ -75,6 +75,6 @@ def changed_since(
             and not (states_prompts and states_batch(name))
         ):
             before, now = (shown(value_text(values[name])) or '""' for values in (previous, config))
-            what = of_batch if states_batch(name) else key.changes
-            lines[name] = f"{name}: {before} before, {now} now: changes {what}"
+            effect = of_batch if states_batch(name) else key.changes
+            lines[name] = f"{name}: {before} before, {now} now: changes {effect}"
     return lines

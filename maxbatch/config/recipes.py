@@ -63,14 +63,14 @@ class Recipe(Section):
     def of(cls, config: Keyed) -> Self:
         """Returns a kind, or the one that a config's keys choose, as this room's type."""
         # it may lack the keys that choose
-        found = vars(config).get("recipe") if isinstance(config, Section) else None
+        recipe = vars(config).get("recipe") if isinstance(config, Section) else None
         if isinstance(config, Recipe):
-            found = config
-        elif found is None:
-            stated = (kind for name, kind in CHOICES.items() if config.get(name))
-            found = _named(next(stated, _TEXT))
-        assert isinstance(found, cls), f"{found.name} is a {cls.__name__}"
-        return found
+            recipe = config
+        elif recipe is None:
+            kinds = (kind for name, kind in CHOICES.items() if config.get(name))
+            recipe = _named(next(kinds, _TEXT))
+        assert isinstance(recipe, cls), f"{recipe.name} is a {cls.__name__}"
+        return recipe
 
     @classmethod
     def flagged(cls) -> list[Self]:
@@ -78,7 +78,7 @@ class Recipe(Section):
         flags = [
             kind for name, kind in reversed(list(CHOICES.items())) if KEYS[name].kind == "bool"
         ]
-        return [found for found in map(_named, flags) if isinstance(found, cls)]
+        return [recipe for recipe in map(_named, flags) if isinstance(recipe, cls)]
 
     @property
     def name(self) -> str:
@@ -101,9 +101,9 @@ class Recipe(Section):
 
 def check_kind(config: AllKeys) -> None:
     """Raises ConfigError if two keys choose a kind, or if other values exclude the chosen kind."""
-    stated = [name for name in CHOICES if config[name]]
-    if len(stated) > 1:
-        *others, chosen = sorted(stated, key=lambda name: KEYS[name].kind != "bool")
+    choosing = [name for name in CHOICES if config[name]]
+    if len(choosing) > 1:
+        *others, chosen = sorted(choosing, key=lambda name: KEYS[name].kind != "bool")
         raise config.fault(others[0], f"false beside {_named(CHOICES[chosen]).statement}", "false")
     Recipe.of(config).check(config)
 

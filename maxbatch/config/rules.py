@@ -59,17 +59,18 @@ class Displaced(NamedTuple):
     to_default: bool = False  # True: it gets its default again; False: it is unset (null, no ramp)
 
 
-def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
+def displaced(values: Values, stated_names: set[str]) -> Iterator[Displaced]:
     """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in
     prompts and in rows.
 
-    `values` are those of all keys, `stated` the keys that the layer sets to another value than
-    null.
+    Args:
+      values: those of all keys.
+      stated_names: keys that the layer sets to non-null.
     """
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
-            if name in stated:
-                is_typed = "batch_size" in stated
+            if name in stated_names:
+                is_typed = "batch_size" in stated_names
                 rows = "; the samples of an update are global_batch_size" if is_typed else ""
                 works = f"batch_size=null, or {name} left out" if is_typed else f"{name} left out"
                 raise ConfigError(
@@ -77,17 +78,17 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
                     f"{values['batch_size']}, which states the batch in prompts{rows}; works: {works}"
                 )
             yield Displaced(name, "batch_size", to_default=True)
-    lengths = [name for name in _LENGTHS if name in stated]
+    lengths = [name for name in _LENGTHS if name in stated_names]
     if lengths:
         yield from (Displaced(name, lengths[0]) for name in _LENGTHS if name not in lengths)
     ramp = [
         name
         for name in names_of(Part.RAMP)
-        if name in stated and values["enable_rampup_batch_size"]
+        if name in stated_names and values["enable_rampup_batch_size"]
     ]
-    batches = [name for name in _OTHER_BATCHES if name in stated]
+    batches = [name for name in _OTHER_BATCHES if name in stated_names]
     accumulation = (
-        ["gradient_accumulation_steps"] if "gradient_accumulation_steps" in stated else []
+        ["gradient_accumulation_steps"] if "gradient_accumulation_steps" in stated_names else []
     )
     if by := [*batches, *ramp, *accumulation]:
         yield from (Displaced(name, by[0]) for name in _OTHER_BATCHES if name not in batches)
@@ -95,20 +96,20 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
         yield Displaced("enable_rampup_batch_size", batches[0])
         if not accumulation:
             yield Displaced("gradient_accumulation_steps", batches[0])
-    yield from _displaced_rows(values, stated)
+    yield from _displaced_rows(values, stated_names)
     for per_update, in_words in _IN_TOKENS.items():
-        if {per_update, in_words} <= stated:
+        if {per_update, in_words} <= stated_names:
             raise ConfigError(f"{in_words}={shown(str(values[in_words]))}: must not be stated beside {per_update}="
                               f"{values[per_update]}, the same decay per update; works: {per_update}=null, or "
                               f"{in_words} left out")  # fmt: skip
-        yield from (Displaced(per_update, name) for name in {in_words} & stated)
-        yield from (Displaced(in_words, name) for name in {per_update} & stated)
-    if "remat_policy" in stated and values["remat_policy"] != "custom":
-        below = [name for name in customised_tensors(values) if name not in stated]
+        yield from (Displaced(per_update, name) for name in {in_words} & stated_names)
+        yield from (Displaced(in_words, name) for name in {per_update} & stated_names)
+    if "remat_policy" in stated_names and values["remat_policy"] != "custom":
+        below = [name for name in customised_tensors(values) if name not in stated_names]
         yield from (Displaced(name, "remat_policy", to_default=True) for name in below)
 
 
-def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
+def _displaced_rows(values: Values, stated_names: set[str]) -> Iterator[Displaced]:
     """Yields p if a layer states both global batch and accumulation steps, which determine p.
 
     A higher layer that states p displaces the steps; one that states another batch restores p's
@@ -116,12 +117,12 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
     """
     rows, steps, batch = names_of(Part.BATCH)[:3]
     pair = {steps, batch}
-    if rows in stated:
-        if not pair & stated and all(values[name] is not None for name in pair):
+    if rows in stated_names:
+        if not pair & stated_names and all(values[name] is not None for name in pair):
             yield Displaced(steps, rows)
-    elif pair <= stated:
+    elif pair <= stated_names:
         yield Displaced(rows, batch)
-    elif values[rows] is None and (others := stated & set(PRETRAINING_BATCH)):
+    elif values[rows] is None and (others := stated_names & set(PRETRAINING_BATCH)):
         yield Displaced(rows, min(others), to_default=True)
 
 
@@ -142,9 +143,9 @@ def refuse_pairs_without_prompts(values: Values, remedies: Mapping[str, str]) ->
             meant = {} if has_rows else words.batch_of(name, values)
             settings = {**meant, name: KEYS[name].default}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
-            stated = value_text(values[name])
+            text_of_value = value_text(values[name])
             raise ConfigError(
-                f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}"
+                f"{name}={text_of_value}: {rule}{elsewhere}; works: {remedies.get(name, works)}"
             )
 
 
@@ -158,15 +159,15 @@ def likely_type(path: str) -> str:
 def check_data_paths(values: Keyed) -> None:
     """Raises ConfigError for a path that would not be read, or held-out data stated twice."""
     kind = values["dataset_type"]
-    stated = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
+    stated_paths = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
     if kind == "python_stdlib" and is_mixture_file(str(values["dataset_path"]), kind):
-        stated.remove("dataset_path")  # each source has its own type
-    if kind in _WITHOUT_PATH and stated:
-        path = str(values[stated[0]])
-        emptied = " ".join(f"{name}=''" for name in stated)
+        stated_paths.remove("dataset_path")  # each source has its own type
+    if kind in _WITHOUT_PATH and stated_paths:
+        path = str(values[stated_paths[0]])
+        emptied = " ".join(f"{name}=''" for name in stated_paths)
         works = f"dataset_type={likely_type(path)}" if kind == "python_stdlib" else emptied
         raise ConfigError(
-            f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}"
+            f"{stated_paths[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}"
         )
     recipe = Recipe.of(values)
     if (
@@ -445,8 +446,8 @@ def _check_adapters(config: AllKeys) -> None:
         )
     targets = [name.strip() for name in config.lora_targets.split(",")]
     if not OF_PEFT.keys().isdisjoint(targets):
-        ours = ",".join(dict.fromkeys(OF_PEFT.get(name, name) for name in targets))
-        raise config.fault("lora_targets", "names of matrices here, not PEFT's", ours)
+        own_names = ",".join(dict.fromkeys(OF_PEFT.get(name, name) for name in targets))
+        raise config.fault("lora_targets", "names of matrices here, not PEFT's", own_names)
 
 
 def _check_layers(config: AllKeys) -> None:
@@ -595,15 +596,15 @@ def _check_family(config: AllKeys) -> None:
     family = FAMILIES[config.decoder_block]
     block = f"decoder_block={family.decoder_block}"
 
-    def stated(names: tuple[str, ...]) -> dict[str, object]:
+    def defaults_of_stated(names: tuple[str, ...]) -> dict[str, object]:
         """Returns the defaults of the keys that differ from them."""
         return {
             name: KEYS[name].default for name in names if config[name] != KEYS[name].default_value
         }
 
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
-    if not _has_experts(config) and (works := stated(_OF_EXPERTS)):
-        name, works = next(iter(works)), works | stated(lacks)
+    if not _has_experts(config) and (works := defaults_of_stated(_OF_EXPERTS)):
+        name, works = next(iter(works)), works | defaults_of_stated(lacks)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         why = (
             f"with num_experts={config.num_experts}"
@@ -613,7 +614,7 @@ def _check_family(config: AllKeys) -> None:
         raise _refusal(
             config, f"{works[name]} beside {block}, whose layers have no experts {why}", works
         )
-    if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
+    if works := defaults_of_stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
         having = ", ".join(
             other.decoder_block for other in FAMILIES.values() if name in other.own_keys

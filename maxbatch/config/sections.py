@@ -672,9 +672,9 @@ FORMER_KEYS = {"attention_output_dim": "-1"}
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared[1:]}
 
 
-def names_fixing(what: Fixes) -> tuple[str, ...]:
+def names_fixing(properties: Fixes) -> tuple[str, ...]:
     """Returns the keys that fix any of the named properties, in the order of base.yml."""
-    return tuple(name for name, key in KEYS.items() if key.fixes & what)
+    return tuple(name for name, key in KEYS.items() if key.fixes & properties)
 
 
 def names_of(part: Part) -> tuple[str, ...]:

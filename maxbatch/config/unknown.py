@@ -29,7 +29,7 @@ class UnknownKeys(ConfigError):
         unknown: Sequence[Entry],
         file: str | None,
         settled: Settled,
-        own: Mapping[str, str],
+        known_texts: Mapping[str, str],
         machine: Machine | None = None,
     ) -> None:
         """Makes the error.
@@ -40,20 +40,20 @@ class UnknownKeys(ConfigError):
           file: the config file, if an entry may be in it.
           settled: returns the config's values with these settings in place of the unknown entries,
             or None if they are refused.
-          own: texts of known keys in the layers of the unknown ones.
+          known_texts: texts of known keys in the layers of the unknown ones.
           machine: the command line's machine; None: unknown.
         """
         super().__init__(*(entry.name for entry in unknown[:_MOST_ANSWERS]))
-        self._facts, self._machine = (unknown, file, settled, own), machine or Machine()
+        self._facts, self._machine = (unknown, file, settled, known_texts), machine or Machine()
 
     def __str__(self) -> str:
         return self._message
 
     @functools.cached_property
     def _message(self) -> str:
-        unknown, file, settled, own = self._facts
+        unknown, file, settled, known_texts = self._facts
         words = foreign_words()
-        replacement = words.replacement(unknown, settled, own, self._machine)
+        replacement = words.replacement(unknown, settled, known_texts, self._machine)
         is_single = len({entry.name for entry in unknown if entry.name not in KEYS}) == 1
         most = 2 if is_single else 1
 

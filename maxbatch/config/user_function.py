@@ -48,22 +48,22 @@ def source_hash(spec: str) -> str:
         path = os.path.abspath(os.path.expanduser(place))
         root, package = os.path.dirname(path), ""
     else:
-        found = _spec_as_for_workers(place)
-        path, package = (found and found.origin) or "", place.partition(".")[0]
+        spec_of_module = _spec_as_for_workers(place)
+        path, package = (spec_of_module and spec_of_module.origin) or "", place.partition(".")[0]
         root = os.path.abspath(path)
         for _ in range(place.count(".") + 1 + (os.path.basename(path) == "__init__.py")):
             root = os.path.dirname(root)
     total, contents, left = hashlib.sha256(), dict[str, bytes](), [path]
     while left:
-        one = left.pop()
-        if one in contents or not os.path.isfile(one):
+        path_of_file = left.pop()
+        if path_of_file in contents or not os.path.isfile(path_of_file):
             continue
-        with open(one, "rb") as file:
-            contents[one] = file.read()
-        left += _imported(contents[one], os.path.dirname(one), root, package)
-    for one in sorted(contents):
-        total.update(hashlib.sha256(os.path.relpath(one, root).encode()).digest())
-        total.update(hashlib.sha256(contents[one]).digest())
+        with open(path_of_file, "rb") as file:
+            contents[path_of_file] = file.read()
+        left += _imported(contents[path_of_file], os.path.dirname(path_of_file), root, package)
+    for path_of_file in sorted(contents):
+        total.update(hashlib.sha256(os.path.relpath(path_of_file, root).encode()).digest())
+        total.update(hashlib.sha256(contents[path_of_file]).digest())
     return total.hexdigest()[:16]
 
 

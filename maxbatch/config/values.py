@@ -72,8 +72,8 @@ class Bounds:
     def __str__(self) -> str:
         """Returns the whole rule, such as `>= 1 | -1`."""
         ends = [(sign, getattr(self, name)) for name, _, sign, _ in _ENDS]
-        said = [f"{sign} {_short(end)}" for sign, end in ends if end is not None]
-        return " and ".join(said) + ("" if self.also is None else f" | {self.also:g}")
+        rules = [f"{sign} {_short(end)}" for sign, end in ends if end is not None]
+        return " and ".join(rules) + ("" if self.also is None else f" | {self.also:g}")
 
     def _inside(self, end: float, direction: int) -> float:
         other = self.below if direction > 0 else self.above
@@ -163,7 +163,7 @@ class Scalar:
         if (names := field_names(text)) is None:
             rule = "names by names, each once, such as {prompt: question, completion: answer}"
             raise self.fault(text, rule, "'{prompt: question, completion: answer}'")
-        return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
+        return f"{{{', '.join(f'{field}: {name}' for field, name in names.items())}}}"
 
     def _tokens(self, text: str) -> str:
         """Returns a batch in tokens as it is stated."""
@@ -223,8 +223,8 @@ def of_duration(text: str) -> dict[str, str] | None:
     """Converts Composer's duration, such as `10ba`, to a length of ours; returns None for other
     text.
     """
-    parts = re.fullmatch(r"\s*([\d_]{1,18})(ba|ep|sp|tok)\s*", text)
-    return {_DURATIONS[parts[2]]: parts[1].replace("_", "")} if parts else None
+    match = re.fullmatch(r"\s*([\d_]{1,18})(ba|ep|sp|tok)\s*", text)
+    return {_DURATIONS[match[2]]: match[1].replace("_", "")} if match else None
 
 
 def value_text(value: Value) -> str:
@@ -262,10 +262,10 @@ def field_names(text: str) -> dict[str, str] | None:
     if inner[:1] == "{" and inner[-1:] == "}":
         inner = inner[1:-1]
     for pair in filter(str.strip, inner.split(",")):
-        ours, colon, theirs = (part.strip().strip("'\"") for part in pair.partition(":"))
-        if not (ours and colon and theirs) or ours in names or re.search(r"[:{}]", ours + theirs):
+        field, colon, name = (part.strip().strip("'\"") for part in pair.partition(":"))
+        if not (field and colon and name) or field in names or re.search(r"[:{}]", field + name):
             return None
-        names[ours] = theirs
+        names[field] = name
     return names
 
 
@@ -418,9 +418,11 @@ def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> st
     """
     name, known = name[:80], list(known)
     near = set(difflib.get_close_matches(name, known, n=5, cutoff=least_like))
-    alike = [one for one in known if one in near]
+    alike = [candidate for candidate in known if candidate in near]
     return max(
-        alike, key=lambda one: difflib.SequenceMatcher(None, one, name).ratio(), default=None
+        alike,
+        key=lambda candidate: difflib.SequenceMatcher(None, candidate, name).ratio(),
+        default=None,
     )
 
 

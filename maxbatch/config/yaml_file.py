@@ -66,21 +66,21 @@ def quoted(text: str) -> str:
     return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
 
 
-def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
-    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in
+def compose(path: AnyPath, label: str = "config file") -> yaml.Node | None:
+    """Parses a YAML or JSON file into nodes; None for an empty file; `label` names the file in
     messages.
 
     Raises:
       ConfigError: the file cannot be read, or is not YAML.
     """
-    where = f"{what} {shown_path(path)}"
+    where = f"{label} {shown_path(path)}"
     try:
         text = read_text(path, where, MOST_BYTES).removeprefix("\ufeff")
         return compose_text(_as_yaml(text) if path.suffix.lower() == ".json" else text, where, path)
     except yaml.MarkedYAMLError as error:
-        said = ", ".join(filter(None, (error.context, error.problem)))
+        why = ", ".join(filter(None, (error.context, error.problem)))
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{shown_path(path)}{line}: is not valid YAML ({said})") from None
+        raise ConfigError(f"{shown_path(path)}{line}: is not valid YAML ({why})") from None
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{shown_path(path)}: is not valid YAML ({getattr(error, 'reason', '')})"
@@ -99,20 +99,20 @@ def _as_yaml(text: str) -> str:
     Trailing commas are YAML.
     """
 
-    def blank(found: re.Match[str]) -> str:
-        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
     return _STRING_OR_COMMENT.sub(blank, text.replace("\t", " "))
 
 
-def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:
+def compose_text(text: str, label: str, path: AnyPath) -> yaml.Node | None:
     """Parses YAML into nodes, with merge keys (`<<`) resolved; `path` names the file in messages.
 
     Raises:
       ConfigError: the text exceeds a bound, or a merge key holds anything but mappings.
       yaml.YAMLError: the text is not YAML.
     """
-    root = compose_yaml(text, what, most_nodes=_MOST_NODES)
+    root = compose_yaml(text, label, most_nodes=_MOST_NODES)
     if root is not None:
         _merge(path, root, set())
     return root
@@ -144,8 +144,8 @@ def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
             f"{shown_path(path)}:{lines[0]}: << takes a mapping or a list of them; works: <<: "
             "*anchor"
         )
-    own = [pair for pair in node.value if pair[0].tag != _MERGE]
-    seen = {name.value for name, _ in own if isinstance(name, yaml.ScalarNode)}
+    pairs = [pair for pair in node.value if pair[0].tag != _MERGE]
+    seen = {name.value for name, _ in pairs if isinstance(name, yaml.ScalarNode)}
     for source in sources:
         source.tag = MERGED
         added = [
@@ -153,9 +153,9 @@ def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
             for pair in source.value
             if not isinstance(pair[0], yaml.ScalarNode) or pair[0].value not in seen
         ]
-        own += added
+        pairs += added
         seen |= {name.value for name, _ in added if isinstance(name, yaml.ScalarNode)}
-    node.value = own
+    node.value = pairs
 
 
 def _is_mapping(node: yaml.Node) -> bool:
@@ -236,15 +236,15 @@ def _as_json(node: yaml.Node) -> str:
     for others.
     """
     items = node.value if isinstance(node, yaml.SequenceNode) else []
-    found: list[object] = []
+    values: list[object] = []
     for item in items:
         pairs_of = item.value if isinstance(item, yaml.MappingNode) else []
         if not all(isinstance(part, yaml.ScalarNode) for pair in pairs_of for part in pair):
             return ""
-        found.append(
+        values.append(
             {name.value: value.value for name, value in pairs_of} if pairs_of else item.value
         )
-    return json.dumps(found, ensure_ascii=False, default=str) if found else ""
+    return json.dumps(values, ensure_ascii=False, default=str) if values else ""
 
 
 def _in_braces(node: yaml.Node, where: str) -> str:
@@ -269,7 +269,11 @@ def field_names_text(node: yaml.MappingNode, name: str, where: str) -> str:
         raise ConfigError(
             f"{where}: {name} must map names to names; works: {name}: {{prompt: question}}"
         )
-    return "{" + ", ".join(f"{ours.value}: {theirs.value}" for ours, theirs in node.value) + "}"
+    return (
+        "{"
+        + ", ".join(f"{field.value}: {their_name.value}" for field, their_name in node.value)
+        + "}"
+    )
 
 
 def _path_item(node: yaml.Node, name: str) -> str:
@@ -278,10 +282,10 @@ def _path_item(node: yaml.Node, name: str) -> str:
     if isinstance(node, yaml.ScalarNode):
         item: dict[str, str] = {"path": node.value}
     else:
-        parts = node.value if isinstance(node, yaml.MappingNode) else []
-        plain = all(isinstance(part, yaml.ScalarNode) for pair in parts for part in pair)
-        item = {key.value: value.value for key, value in parts} if plain else {}
-        if set(item) != {"path", "weight"} or len(parts) > len(item):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        plain = all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair)
+        item = {key.value: value.value for key, value in pairs} if plain else {}
+        if set(item) != {"path", "weight"} or len(pairs) > len(item):
             raise ConfigError(
                 f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
                 "works: {path: a.jsonl, weight: 0.7}"

@@ -168,12 +168,12 @@ def failure_of_memory(error: BaseException) -> TrainingError | None:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         if _lacks_memory(link):
-            said = (
+            problem = (
                 type(link).__name__
                 if isinstance(link, MemoryError)
                 else reason(link)[:_MOST_REASON]
             )
-            return TrainingError(f"memory ran out ({said}); {_more_memory(said)}")
+            return TrainingError(f"memory ran out ({problem}); {_more_memory(problem)}")
         seen.add(id(link))
         link = link.__cause__ or link.__context__
     return None
@@ -188,12 +188,12 @@ def _lacks_memory(error: BaseException) -> bool:
     return any(word in str(error) for word in words)
 
 
-def _more_memory(said: str) -> str:
+def _more_memory(problem: str) -> str:
     """Returns what to try, for a message."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY:
         return f"the limit of this process is {most >> 10} kB (ulimit -v): raise it"
-    if "RESOURCE_EXHAUSTED" in said:
+    if "RESOURCE_EXHAUSTED" in problem:
         return (
             "a smaller per_device_batch_size or another remat_policy needs less; maxbatch fit "
             "finds what fits"
@@ -228,26 +228,26 @@ def report(error: BaseException, as_json: bool = False) -> int:
     """
     if not isinstance(error, ConfigError | TrainingError):
         error = failure_of_memory(error) or error
-    code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
+    code, message = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
     if is_interruption(error):
-        code, said = EXIT_FAILED, "interrupted"
-        print(f"maxbatch: {said}", file=sys.stderr)
+        code, message = EXIT_FAILED, "interrupted"
+        print(f"maxbatch: {message}", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = PassingFault(
                 f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL
             )
-        said = printable(_without_middle(" ".join(str(error).split())), keep="")
+        message = printable(_without_middle(" ".join(str(error).split())), keep="")
         if _tells_passing_faults and isinstance(error, PassingFault | StoreRefused):
             code = EXIT_PASSING_FAULT
         with contextlib.suppress(OSError):  # the disk that is full may hold the log
-            print(folded(f"maxbatch: error: {said}", 0, error_width()), file=sys.stderr)
+            print(folded(f"maxbatch: error: {message}", 0, error_width()), file=sys.stderr)
     else:
         traceback.print_exception(error)
     if as_json:
         bug = traceback.format_exception_only(error)[-1]
         figures = error.figures if isinstance(error, TrainingError) else {}
-        said = said or printable(_without_middle(" ".join(bug.split())), keep="")
+        message = message or printable(_without_middle(" ".join(bug.split())), keep="")
         with contextlib.suppress(OSError):  # the reader may be gone, or the disk full
-            print(json.dumps({**figures, "error": said, "exit_code": code}), flush=True)
+            print(json.dumps({**figures, "error": message, "exit_code": code}), flush=True)
     return code

@@ -36,7 +36,7 @@ class StepLog:
         self.last_digest: str | None = None
         old = read_lines(self._path)
         kept = self._kept(old, step)
-        self._file = open_appender(self._path, b"".join(kept), found=b"".join(old))
+        self._file = open_appender(self._path, b"".join(kept), old_content=b"".join(old))
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
         return [line for line in lines if (record := parse_line(line)) and record["step"] <= step]

@@ -77,16 +77,16 @@ GPUS = (
 )
 
 
-def mfu_peak(chip: Chip | None, quantization: str, stated: float | None) -> Peak | None:
+def mfu_peak(chip: Chip | None, quantization: str, stated_tflops: float | None) -> Peak | None:
     """Returns the peak that MFU refers to; None where it is unknown.
 
     Args:
       chip: the device; None: its figures are not known.
       quantization: the type of the layers' products; "": none.
-      stated: `peak_tflops_per_device`.
+      stated_tflops: `peak_tflops_per_device`.
     """
-    if stated:
-        return Peak(stated, "stated")
+    if stated_tflops:
+        return Peak(stated_tflops, "stated")
     return chip.peak(quantization) if chip else None
 
 

@@ -54,9 +54,9 @@ def give_cpu_devices_threads() -> None:
     num_devices = max(map(int, counts), default=1)
     if num_devices == 1 and not os.environ.get("JAX_NUM_PROCESSES"):
         return
-    own = os.environ.get("PJRT_NPROC", "")
+    current = os.environ.get("PJRT_NPROC", "")
     threads = min(MOST_THREADS, _THREADS_PER_DEVICE * num_devices)
-    os.environ["PJRT_NPROC"] = str(max(threads, int(own) if own.isdecimal() else 0))
+    os.environ["PJRT_NPROC"] = str(max(threads, int(current) if current.isdecimal() else 0))
     words += [f"{name}={value}" for name, value in _FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join(words)
 

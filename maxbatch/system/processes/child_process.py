@@ -93,10 +93,10 @@ def _watch_stopped() -> None:
 def _stopped_child(kind: int, pid: int) -> int | None:
     """Returns the id of a stopped child without changing it; None if there is none."""
     try:
-        found = os.waitid(kind, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(kind, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-    return found.si_pid if found is not None else None
+    return status.si_pid if status is not None else None
 
 
 def last_line(output: IO[bytes]) -> str:

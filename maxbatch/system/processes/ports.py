@@ -18,6 +18,6 @@ def free_port() -> int:
                 probe.bind(("localhost", port))
             except OSError:
                 continue
-            _, found = probe.getsockname()
-            return int(found)
+            _, bound_port = probe.getsockname()
+            return int(bound_port)
     raise OSError("no port is free")

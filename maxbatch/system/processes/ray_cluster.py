@@ -141,9 +141,9 @@ class RayTask(Generic[Answer]):
         """Returns a future of the result, or of the exception that `result` raises."""
         future: Future[Answer] = Future()
 
-        def done(theirs: Future[Answer]) -> None:
-            error = theirs.exception()
-            future.set_result(theirs.result()) if error is None else future.set_exception(
+        def done(answered: Future[Answer]) -> None:
+            error = answered.exception()
+            future.set_result(answered.result()) if error is None else future.set_exception(
                 self._meaning(error)
             )
 
@@ -225,14 +225,14 @@ def _own_handler_of_sigterm() -> Iterator[None]:
 
 def _connect(ray: ModuleType, address: str) -> None:
     """Connects to a cluster, or starts one; raises ConfigError if it cannot be reached."""
-    own = {"include_dashboard": False} if address == "local" else {}
+    settings = {"include_dashboard": False} if address == "local" else {}
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
     try:
-        host, found, port = address.removeprefix("ray://").rpartition(":")
-        if found:  # Ray would try for minutes
+        host, colon, port = address.removeprefix("ray://").rpartition(":")
+        if colon:  # Ray would try for minutes
             _await_answer(host, int(port))
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **settings)
     except Exception as error:  # of Ray, of gRPC, of the system
         problem = " ".join(str(error).split())[:_LONGEST]
         raise ConfigError(

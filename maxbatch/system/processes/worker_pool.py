@@ -168,10 +168,10 @@ class WorkerPool(Generic[Item, Answer]):
             try:
                 worker.start()
             except Exception as error:
-                if (told := final(error)) is None:
+                if (failure := final(error)) is None:
                     continue
                 for future, _ in part:
-                    future.set_exception(told)
+                    future.set_exception(failure)
                 return
             try:
                 for value, raised in worker.answers([item for _, item in part]):
@@ -181,8 +181,8 @@ class WorkerPool(Generic[Item, Answer]):
             # the worker ended, or an item or its answer cannot be pickled
             except Exception as error:
                 worker.end()
-                if (told := final(error)) is not None and not self._is_closed:
-                    part.popleft()[0].set_exception(told)
+                if (failure := final(error)) is not None and not self._is_closed:
+                    part.popleft()[0].set_exception(failure)
                     killed = 0
         for future, _ in part:
             future.cancel()
@@ -211,9 +211,9 @@ class _Worker:
         with self._lock:
             if self._is_closed:
                 raise WorkerEnded("the worker pool is closed")
-            self._connection, theirs = multiprocessing.Pipe()
-            with theirs:
-                self._process = self._spawn(theirs.fileno())
+            self._connection, child_end = multiprocessing.Pipe()
+            with child_end:
+                self._process = self._spawn(child_end.fileno())
         with self._telling_the_end():
             self._connection.send_bytes(self._setup)
         self._next = _SETUP + 1

@@ -36,15 +36,17 @@ class Appender(Protocol):
         """Syncs and closes the file."""
 
 
-def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> Appender:
+def open_appender(path: AnyPath, content: bytes, old_content: bytes | None = None) -> Appender:
     """Opens a file to append to it.
 
     Args:
       content: its content before the first line is appended.
-      found: its current content, if that may differ. An object is then always written anew, so that
+      old_content: its current content, if that may differ. An object is then always written anew, so that
         a late earlier writer has an outdated version.
     """
-    if found is not None and (content != found or (found and isinstance(path, RemotePath))):
+    if old_content is not None and (
+        content != old_content or (old_content and isinstance(path, RemotePath))
+    ):
         write_atomically(path, content)
     return _Object(path, content) if isinstance(path, RemotePath) else _File(path)
 
@@ -126,11 +128,11 @@ def _join(path: RemotePath, size: int, data: bytes) -> None:
     """
 
     def add() -> None:
-        version, found = object_stores.version_of(path.url), path.stat().st_size
-        if found == size + len(data):
+        version, current_size = object_stores.version_of(path.url), path.stat().st_size
+        if current_size == size + len(data):
             return
         fences.ask(path.url)
-        if found != size or version is None:
+        if current_size != size or version is None:
             raise TrainingError(f"{path}: another process has written to it; this one stops")
         if not object_stores.join(path.url, version, size, data):
             raise ConnectionError("it was changed meanwhile")  # retried with a new look

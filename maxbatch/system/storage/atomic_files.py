@@ -62,8 +62,8 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
 def descriptor_of(path: Path) -> int | None:
     """Returns the open descriptor of this process that a path names, or None."""
     name = os.path.abspath(path)
-    found = _DESCRIPTOR.fullmatch(name)
-    return int(found[1]) if found else _STREAMS.get(name)
+    match = _DESCRIPTOR.fullmatch(name)
+    return int(match[1]) if match else _STREAMS.get(name)
 
 
 def _takes_bytes(path: Path) -> bool:

@@ -30,43 +30,43 @@ class RefusedContent(ConfigError, ValueError):
     """Content beyond a bound or in a wrong format; the message names the file and the bound."""
 
 
-def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
+def read_bytes(path: AnyPath, label: str, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes.
 
     Args:
-      what: names it in messages.
+      label: its name in messages.
 
     Raises:
       RefusedContent: the file is larger, or is a pipe or a device, which may never end.
       OSError: the system does not read it.
     """
     if isinstance(path, RemotePath):
-        check_size(path.stat().st_size, what, most)
+        check_size(path.stat().st_size, label, most)
         content = path.read_bytes()
     else:
         status = path.stat()
         mode, size = status.st_mode, min(status.st_size, most)
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise RefusedContent(f"{what}: must be a regular file")
+            raise RefusedContent(f"{label}: must be a regular file")
         with path.open("rb") as file:
             content = file.read(size + 1)  # memory is taken for as much as is asked for
             if len(content) > size:  # it grew, or is one of the system's, which state no size
                 content += file.read(most + 1 - len(content))
-    check_size(len(content), what, most)
+    check_size(len(content), label, most)
     return content
 
 
-def read_text(path: AnyPath, what: str, most: int) -> str:
+def read_text(path: AnyPath, label: str, most: int) -> str:
     """Returns the text of a UTF-8 file of at most `most` bytes; raises as `read_bytes` does."""
     try:
-        return read_bytes(path, what, most).decode("utf-8")
+        return read_bytes(path, label, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RefusedContent(f"{what}: is not UTF-8 text (byte {error.start})") from None
+        raise RefusedContent(f"{label}: is not UTF-8 text (byte {error.start})") from None
 
 
-def check_size(size: int, what: str, most: int) -> None:
+def check_size(size: int, label: str, most: int) -> None:
     if size > most:
-        raise RefusedContent(f"{what}: is larger than {_size(most)}, the most that is read")
+        raise RefusedContent(f"{label}: is larger than {_size(most)}, the most that is read")
 
 
 def _size(size: int) -> str:
@@ -75,7 +75,7 @@ def _size(size: int) -> str:
 
 def read_json(
     source: AnyPath | bytes | str,
-    what: str,
+    label: str,
     *,
     most_bytes: int = MOST_BYTES,
     most_values: int = _MOST_JSON_VALUES,
@@ -87,7 +87,7 @@ def read_json(
 
     Args:
       source: a path, or the content itself.
-      what: names it in messages.
+      label: its name in messages.
       most_depth: bound on lists and objects in one another; 1 allows a flat object.
       unique: refuses an object that states a key twice; else the last one holds.
       finite: refuses NaN, Infinity and numbers that overflow to it.
@@ -97,10 +97,10 @@ def read_json(
         that `unique` or `finite` refuses.
       OSError: the system does not read the file.
     """
-    content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
-    check_size(len(content), what, most_bytes)
+    content = source if isinstance(source, bytes | str) else read_bytes(source, label, most_bytes)
+    check_size(len(content), label, most_bytes)
     if _values(content) > most_values:
-        raise RefusedContent(f"{what}: {_too_many(most_values)}")
+        raise RefusedContent(f"{label}: {_too_many(most_values)}")
     try:
         value = json.loads(
             content,
@@ -110,14 +110,14 @@ def read_json(
             object_pairs_hook=_unique if unique else None,
         )
     except RecursionError:
-        raise RefusedContent(too_deep(what, most_depth)) from None
+        raise RefusedContent(too_deep(label, most_depth)) from None
     except ValueError as error:
-        raise RefusedContent(f"{what}: is not JSON ({error})") from None
+        raise RefusedContent(f"{label}: is not JSON ({error})") from None
     if not _is_within(value, most_depth):
-        raise RefusedContent(too_deep(what, most_depth))
+        raise RefusedContent(too_deep(label, most_depth))
     if _counter(content)("\\u") and not _is_text(value):
         raise RefusedContent(
-            f"{what}: a text in it has half of a surrogate pair, which is not a character"
+            f"{label}: a text in it has half of a surrogate pair, which is not a character"
         )
     return value
 
@@ -153,8 +153,8 @@ def _counter(content: bytes | str) -> Callable[[str], int]:
     )
 
 
-def too_deep(what: str, most_depth: int) -> str:
-    return f"{what}: is nested more than {most_depth} deep, the most that is read"
+def too_deep(label: str, most_depth: int) -> str:
+    return f"{label}: is nested more than {most_depth} deep, the most that is read"
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -175,12 +175,12 @@ def _whole(text: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice[:80]!r} is stated twice")
-    return found
+    return mapping
 
 
 def _is_text(value: object) -> bool:

@@ -13,26 +13,26 @@ MOST_YAML_NODES = 50_000
 MOST_YAML_CHARACTERS = 1 << 20  # a second of its scanner
 
 
-def compose_yaml(text: str, what: str, *, most_nodes: int = MOST_YAML_NODES) -> yaml.Node | None:
+def compose_yaml(text: str, label: str, *, most_nodes: int = MOST_YAML_NODES) -> yaml.Node | None:
     """Parses YAML into a finite tree of nodes, None for an empty text. Aliases share nodes.
 
     Args:
-      what: names it in messages.
+      label: its name in messages.
       most_nodes: bound on values and keys after expanding every alias.
 
     Raises:
       RefusedContent: the text exceeds a bound, or an alias refers to a node around it.
       yaml.YAMLError: the text is not YAML.
     """
-    check_size(len(text), what, MOST_YAML_CHARACTERS)
-    loader = _Composer(text, what, most_nodes)
+    check_size(len(text), label, MOST_YAML_CHARACTERS)
+    loader = _Composer(text, label, most_nodes)
     try:
         root = loader.get_single_node()
     finally:
         loader.dispose()
-    if root is not None and _expanded(root, what, {}) > most_nodes:
+    if root is not None and _expanded(root, label, {}) > most_nodes:
         raise RefusedContent(
-            f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read"
+            f"{label}: expands by its aliases to more than {most_nodes:,} values, the most read"
         )
     return root
 
@@ -40,9 +40,9 @@ def compose_yaml(text: str, what: str, *, most_nodes: int = MOST_YAML_NODES) -> 
 class _Composer(yaml.SafeLoader):
     """PyYAML's composer with bounds on depth and nodes."""
 
-    def __init__(self, text: str, what: str, most_nodes: int) -> None:
+    def __init__(self, text: str, label: str, most_nodes: int) -> None:
         super().__init__(text)
-        self._what, self._most_nodes = what, most_nodes
+        self._label, self._most_nodes = label, most_nodes
         self._depth = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -50,17 +50,17 @@ class _Composer(yaml.SafeLoader):
         self._nodes += 1
         self._depth += 1
         if self._depth > MOST_DEPTH + 1:
-            raise RefusedContent(too_deep(self._what, MOST_DEPTH))
+            raise RefusedContent(too_deep(self._label, MOST_DEPTH))
         if self._nodes > self._most_nodes:
             raise RefusedContent(
-                f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read"
+                f"{self._label}: holds more than {self._most_nodes:,} values, the most that are read"
             )
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
-def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
+def _expanded(node: yaml.Node, label: str, sizes: dict[int, int | None]) -> int:
     """Counts the nodes of a tree with aliases expanded; `sizes` holds None for nodes in
     progress.
     """
@@ -68,11 +68,11 @@ def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
         size = sizes[id(node)]
         if size is None:
             raise RefusedContent(
-                f"{what}: an alias refers to a value that holds it, so it never ends"
+                f"{label}: an alias refers to a value that holds it, so it never ends"
             )
         return size
     sizes[id(node)] = None
-    size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))
+    size = 1 + sum(_expanded(child, label, sizes) for child in _children(node))
     sizes[id(node)] = size
     return size
 

@@ -64,12 +64,12 @@ class Block(NamedTuple):
     @property
     def digest(self) -> bytes:
         """A 16-byte hash of the bytes."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         # a request costs as much as reading a block
         step = BLOCK_BYTES if is_remote(self.file) else _READ_BYTES
         for begin in range(self.begin, self.end, step):
-            found.update(read_range(self.file, begin, min(begin + step, self.end)))
-        return found.digest()[:_DIGEST_BYTES]
+            hasher.update(read_range(self.file, begin, min(begin + step, self.end)))
+        return hasher.digest()[:_DIGEST_BYTES]
 
 
 def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
@@ -86,13 +86,13 @@ def digests(
     """
 
     def digest(block: Block) -> bytes:
-        found = block.digest
+        block_hash = block.digest
         progress(block.end - block.begin)
-        return found
+        return block_hash
 
     return each_in_threads(digest, blocks, min(_MOST_THREADS, 2 * (os.cpu_count() or 1)))
 
 
-def joined(parts: Iterable[bytes]) -> str:
+def joined(block_hashes: Iterable[bytes]) -> str:
     """Returns the hash of a file from its blocks' hashes, in order."""
-    return hashlib.sha256(b"".join(parts)).hexdigest()[: 2 * _DIGEST_BYTES]
+    return hashlib.sha256(b"".join(block_hashes)).hexdigest()[: 2 * _DIGEST_BYTES]

@@ -104,12 +104,12 @@ class Lease:
             since = _clocks()
             version = write_if(self._path.url, _content(self._holder), self._version)
             if version is None:
-                found = _look(self._path)
-                if found is None or found[0].get("token") != self._holder["token"]:
+                lease = _look(self._path)
+                if lease is None or lease[0].get("token") != self._holder["token"]:
                     self.lost = f"{self._path.parent}: another process holds its lease now"
                     self.check()
-                assert found is not None
-                version = found[1]  # ours: the response to an earlier try was lost
+                assert lease is not None
+                version = lease[1]  # ours: the response to an earlier try was lost
             self._version, self._renewed_at = version, since
 
     def close(self) -> None:
@@ -157,9 +157,9 @@ def _clocks() -> Clocks:
     return (time.monotonic(), time.time(), *asleep)
 
 
-def _seconds_since(then: Clocks) -> float:
+def _seconds_since(clocks: Clocks) -> float:
     """Returns the longest elapsed time among the clocks."""
-    return max(now - before for now, before in zip(_clocks(), then, strict=True))
+    return max(now - before for now, before in zip(_clocks(), clocks, strict=True))
 
 
 def take_lease(path: RemotePath, say: Callable[[str], None] = note) -> Lease | str:
@@ -172,27 +172,27 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = note) -> Lease | s
     watched: tuple[str, float] | None = None  # the version, and the time when it was first seen
     while True:
         since, begun = _clocks(), time.monotonic()
-        found = _look(path)
+        lease = _look(path)
         now = time.monotonic()
-        if found and watched and found[1] != watched[0] and not _is_dead(found[0]):
-            return _in_words(found[0])
+        if lease and watched and lease[1] != watched[0] and not _is_dead(lease[0]):
+            return _in_words(lease[0])
         if watched and now - begun > _BLIND_S:
             watched = (watched[0], now)
-        if found is None or _is_dead(found[0]) or (watched and now - watched[1] >= LAPSE_S):
-            version = write_if(path.url, _content(holder), found[1] if found else None)
+        if lease is None or _is_dead(lease[0]) or (watched and now - watched[1] >= LAPSE_S):
+            version = write_if(path.url, _content(holder), lease[1] if lease else None)
             if version is not None:
                 return Lease(path, version, holder, since)
-            found = _look(path)
+            lease = _look(path)
             # the response to the first try was lost
-            if found and found[0].get("token") == holder["token"]:
-                return Lease(path, found[1], holder, since)
-            if found and not _is_dead(found[0]):
-                return _in_words(found[0])
+            if lease and lease[0].get("token") == holder["token"]:
+                return Lease(path, lease[1], holder, since)
+            if lease and not _is_dead(lease[0]):
+                return _in_words(lease[0])
             continue
         if watched is None:
-            watched = (found[1], now)
+            watched = (lease[1], now)
             say(
-                f"{path.parent}: {_in_words(found[0])} holds its lease; waiting up to "
+                f"{path.parent}: {_in_words(lease[0])} holds its lease; waiting up to "
                 f"{LAPSE_S:.0f} s for it to lapse"
             )
         time.sleep(_LOOK_S)

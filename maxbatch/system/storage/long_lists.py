@@ -97,10 +97,10 @@ def json_parts(value: object, sort_keys: bool = False) -> Iterator[bytes]:
     """
     lists: list[Iterable[object]] = []
 
-    def placed(found: object) -> str:
-        if not isinstance(found, LongList | Mapped):
-            raise TypeError(f"{type(found).__name__} has no JSON")
-        lists.append(found)
+    def placed(value_of_lists: object) -> str:
+        if not isinstance(value_of_lists, LongList | Mapped):
+            raise TypeError(f"{type(value_of_lists).__name__} has no JSON")
+        lists.append(value_of_lists)
         return _MARK
 
     texts = json.dumps(value, sort_keys=sort_keys, default=placed).split(json.dumps(_MARK))
@@ -108,8 +108,8 @@ def json_parts(value: object, sort_keys: bool = False) -> Iterator[bytes]:
         yield text.encode()
         if values is not None:
             yield b"["
-            for number, one in enumerate(values):
-                yield (", " * (number > 0) + json.dumps(one, sort_keys=sort_keys)).encode()
+            for number, item in enumerate(values):
+                yield (", " * (number > 0) + json.dumps(item, sort_keys=sort_keys)).encode()
             yield b"]"
 
 

@@ -168,12 +168,16 @@ def _status(error: BaseException, scheme: str) -> int | None:
     None.
     """
     errors = chain(error)
-    for one in errors:
-        if isinstance(one, ConnectionError | TimeoutError | InterruptedError):
+    for cause in errors:
+        if isinstance(cause, ConnectionError | TimeoutError | InterruptedError):
             return HTTPStatus.SERVICE_UNAVAILABLE
-        if status := STORES[scheme].status(one):
+        if status := STORES[scheme].status(cause):
             return status
-    return HTTPStatus.FORBIDDEN if any(isinstance(one, PermissionError) for one in errors) else None
+    return (
+        HTTPStatus.FORBIDDEN
+        if any(isinstance(cause, PermissionError) for cause in errors)
+        else None
+    )
 
 
 @contextlib.contextmanager
@@ -244,7 +248,7 @@ def read(url: str) -> Content:
 
     def read() -> Content:
         content = store.read(*at)
-        if content.stated != content.found:  # the next try may return all of it
+        if content.expected != content.actual:  # the next try may return all of it
             raise ConnectionError(f"{len(content.data)} bytes came, which are not the whole object")
         return content
 

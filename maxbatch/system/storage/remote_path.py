@@ -132,25 +132,25 @@ class RemotePath:
 
     def file_sizes(self) -> dict[str, int]:
         """Returns the sizes in bytes of the folder's direct objects, by name, from one listing."""
-        found = self.ask(self.file_system.ls, self.url, detail=True)
+        entries = self.ask(self.file_system.ls, self.url, detail=True)
         return {
-            self._url_of(e).rpartition("/")[2]: int(e["size"] or 0)
-            for e in found
-            if e["type"] == "file"
+            self._url_of(entry).rpartition("/")[2]: int(entry["size"] or 0)
+            for entry in entries
+            if entry["type"] == "file"
         }
 
     def _entries(self) -> list[tuple[str, str]]:
-        found = self.ask(self.file_system.ls, self.url, detail=True)
-        entries = {self._url_of(entry): entry["type"] for entry in found}
+        listing = self.ask(self.file_system.ls, self.url, detail=True)
+        entries = {self._url_of(entry): entry["type"] for entry in listing}
         return sorted((url, kind) for url, kind in entries.items() if url != self.url)
 
     def files(self) -> list[tuple[RemotePath, int]]:
         """Returns the objects below the folder with their sizes, sorted by name."""
 
-        found = self.ask(self.file_system.find, self.url, detail=True).values()
+        listing = self.ask(self.file_system.find, self.url, detail=True).values()
         entries = {
             self._url_of(entry): int(entry["size"] or 0)
-            for entry in found
+            for entry in listing
             if entry["type"] == "file"
         }
         return sorted((RemotePath(url), size) for url, size in entries.items())

@@ -109,15 +109,15 @@ def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
       ConfigError: there are none, a file is missing or damaged, or two files hold tensors of one
         name.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in tensor_files(folder):
         for name, tensor in _header(file).items():
-            if name in found:
+            if name in tensors:
                 raise ConfigError(
-                    f"{folder}: {name} is in {found[name].file.name} and in {file.name}"
+                    f"{folder}: {name} is in {tensors[name].file.name} and in {file.name}"
                 )
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def tensor_files(folder: AnyPath) -> Iterable[AnyPath]:
@@ -139,8 +139,8 @@ def tensor_files(folder: AnyPath) -> Iterable[AnyPath]:
 def _indexed(index: AnyPath) -> list[str]:
     """Returns the files that an index names, all of them in its folder."""
     with reading(index):
-        found = read_json(index, str(index), most_bytes=_MOST_INDEX_BYTES)
-    files = found.get("weight_map") if isinstance(found, dict) else None
+        content = read_json(index, str(index), most_bytes=_MOST_INDEX_BYTES)
+    files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(f"{index}: is not an index of safetensors files")
     names = sorted(set(files.values()))
@@ -181,9 +181,9 @@ def _header(file: AnyPath) -> dict[str, StoredTensor]:
             raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
 
 
-def _check_metadata(found: object) -> None:
-    if found is not None and not (
-        isinstance(found, dict) and all(isinstance(text, str) for text in found.values())
+def _check_metadata(metadata: object) -> None:
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
     ):
         raise ValueError("its __metadata__ must be an object of texts")
 
@@ -234,9 +234,9 @@ def _num_values(shape: list[int]) -> int:
     return num_values
 
 
-def _are_whole(found: object) -> TypeGuard[list[int]]:
-    return isinstance(found, list) and all(
-        type(number) is int and 0 <= number < 2**64 for number in found
+def _are_whole(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < 2**64 for number in value
     )
 
 

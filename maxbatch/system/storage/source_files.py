@@ -101,13 +101,13 @@ def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> LongList[So
     if isinstance(folder, Path):
         entries = in_order(_entries(os.path.abspath(folder), "", wanted, enter))
         return LongList(file for name, path in entries if (file := source_file(Path(path), name)))
-    found = LongList[SourceFile]()
+    files = LongList[SourceFile]()
     for file in _objects(folder, folder.file_system.find):
         below = file.path.removeprefix(f"{folder}/")
         *folders, bare_name = below.split("/")
         if wanted(bare_name) and all(map(enter, folders)):
-            found.append(file._replace(name=below))
-    return found
+            files.append(file._replace(name=below))
+    return files
 
 
 def files_matching(pattern: AnyPath) -> LongList[SourceFile]:

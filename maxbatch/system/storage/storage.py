@@ -90,9 +90,9 @@ def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
             "a URL whose bucket is letters, digits, '.', '_' and '-', such as "
             f"{scheme}://bucket/folder"
         )
-    parts = name.removesuffix("/").split("/") if name else []
+    names = name.removesuffix("/").split("/") if name else []
     special = "" if may_hold_pattern else _SPECIAL
-    if any(part in ("", ".", "..") for part in parts):
+    if any(folder in ("", ".", "..") for folder in names):
         rule = "a URL without '//', '.' and '..' in its name"
     elif any(not letter.isprintable() or letter in special for letter in name):
         rule = (
@@ -103,11 +103,11 @@ def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
     else:
         return None
     kept: list[str] = []
-    for part in parts:
-        if part == "..":
+    for folder in names:
+        if folder == "..":
             kept = kept[:-1]
-        elif part not in ("", "."):
-            kept.append("".join(c if c.isprintable() and c not in special else "_" for c in part))
+        elif folder not in ("", "."):
+            kept.append("".join(c if c.isprintable() and c not in special else "_" for c in folder))
     return f"{rule}, such as {'/'.join([f'{scheme}://{bucket}', *kept])}"
 
 
@@ -149,11 +149,11 @@ def kept_here(folder: AnyPath) -> Path:
     """
     if isinstance(folder, Path):
         return folder
-    found = (
+    local = (
         user_cache() / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
     )
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+    local.mkdir(parents=True, exist_ok=True)
+    return local
 
 
 def remove_tree(path: AnyPath) -> None:
@@ -164,10 +164,10 @@ def remove_tree(path: AnyPath) -> None:
         else:
             path.unlink(missing_ok=True)
         return
-    paths = [found for found, _ in path.files()]
+    paths = [file for file, _ in path.files()]
     if path.is_file():
         paths.append(path)
-    in_threads(lambda found: found.unlink(missing_ok=True), paths, MAX_REQUESTS)
+    in_threads(lambda file: file.unlink(missing_ok=True), paths, MAX_REQUESTS)
 
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
@@ -314,7 +314,7 @@ def is_whole(folder: AnyPath, last: str) -> bool:
 
 
 def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
-    names = [found.relative_to(source) for found, _ in source.files()]
+    names = [file.relative_to(source) for file, _ in source.files()]
     for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
         in_threads(lambda name: (source / name).copy(target / name), group, MAX_REQUESTS)
 
@@ -329,18 +329,18 @@ def copy_tree(source: Path, target: AnyPath) -> None:
         goal.write_bytes(path.read_bytes())
 
 
-def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:
+def write_parts(path: AnyPath, buffers: Sequence[Buffer]) -> None:
     """Writes a new file from buffers: an object by one request, a file of a disk synced.
 
     Raises:
       OSError: the file cannot be written, or is there on a disk.
     """
     if isinstance(path, RemotePath):
-        path.write_bytes(b"".join(parts))
+        path.write_bytes(b"".join(buffers))
         return
     with path.open("xb") as file:
-        for part in parts:
-            file.write(part)
+        for buffer in buffers:
+            file.write(buffer)
         file.flush()
         os.fsync(file.fileno())
 

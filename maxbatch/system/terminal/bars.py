@@ -143,14 +143,14 @@ class LinesAboveBar:
 
 
 @contextlib.contextmanager
-def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+def bytes_bar(total: int, label: str) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the bytes done; a bar or lines on standard error show them."""
     so_far = 0
-    with LinesAboveBar(PlainConsole(stderr=True), total, so_far, what) as bar:
+    with LinesAboveBar(PlainConsole(stderr=True), total, so_far, label) as bar:
 
         def advance(num_bytes: int) -> None:
             nonlocal so_far
             so_far += num_bytes
-            bar.show(so_far, f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+            bar.show(so_far, f"{label}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance

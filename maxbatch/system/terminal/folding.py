@@ -22,8 +22,8 @@ def terminal_width() -> int | None:
 
 def help_width() -> int | None:
     """Returns the width that COLUMNS states, else that of standard output's terminal, or None."""
-    stated = os.environ.get("COLUMNS", "")
-    return int(stated) if stated.isdecimal() and int(stated) else terminal_width()
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else terminal_width()
 
 
 def error_width() -> int | None:

@@ -104,9 +104,9 @@ class PlainTable(Table):
             return
         cells = [list(column.cells) for column in self.columns]
         for number, part in enumerate(_parts(widths, options.max_width)):
-            told = part[1:] if number else part
+            own_columns = part[1:] if number else part
             table = self._part(
-                part, [row for row in everywhere if any(str(cells[i][row]) for i in told)]
+                part, [row for row in everywhere if any(str(cells[i][row]) for i in own_columns)]
             )
             table.columns[-1].no_wrap = sum(widths[i] for i in part) <= options.max_width
             if number:

@@ -62,9 +62,9 @@ class Amazon:
 
     def configure(self, conf: dict[str, object]) -> None:
         pool = {"max_pool_connections": MAX_REQUESTS}
-        stated = conf.get("config_kwargs")
+        users = conf.get("config_kwargs")
         settings = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool}
-        settings |= stated if isinstance(stated, dict) else {}
+        settings |= users if isinstance(users, dict) else {}
         conf["config_kwargs"] = settings | {"retries": {"total_max_attempts": 1}}
 
     def try_once(self, files: S3Files) -> None:
@@ -95,7 +95,7 @@ class Amazon:
         try:
             files.call_s3("delete_object", **where, IfMatch=version)
         except Exception as error:
-            if not any(self.status(one) == 501 for one in chain(error)):
+            if not any(self.status(cause) == 501 for cause in chain(error)):
                 raise
             files.call_s3("delete_object", **where)  # some S3 stores lack conditional deletes
         return True

@@ -108,10 +108,10 @@ class Google:
     ) -> None:
         tail = f"{name}.tail"
         try:  # by version: a stopped writer may write its own tail at any time
-            found = self.version(files, bucket, tail)
+            tail_version = self.version(files, bucket, tail)
         except FileNotFoundError:
-            found = None
-        written = self.write(files, bucket, tail, data, found)
+            tail_version = None
+        written = self.write(files, bucket, tail, data, tail_version)
         parts = [{"name": name}, {"name": tail, "generation": written}]
         sources = {"sourceObjects": parts, "destination": {"contentType": "text/plain"}}
         files.call(

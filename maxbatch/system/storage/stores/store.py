@@ -31,8 +31,8 @@ class Content(NamedTuple):
 
     data: bytes
     version: str  # "" if the store does not state it beside the content
-    stated: object  # the store's hash or length of the content
-    found: object  # the same of `data`
+    expected: object  # the store's hash or length of the content
+    actual: object  # the same of `data`
 
 
 Files = TypeVar("Files", bound=FileSystem, contravariant=True)
@@ -100,8 +100,8 @@ def split(url: str) -> tuple[str, str, str]:
 
 def chain(error: BaseException | None) -> list[BaseException]:
     """Returns an exception and its causes, the nearest first."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    return found[:4]
+    return causes[:4]
