@@ -32,8 +32,9 @@ def main(output: str, began: str, *overrides: str) -> None:
         importlib.import_module(library)
         passed(f"import {library}")
     from maxbatch.run.compile.cache import use_persistent_cache
+    from maxbatch.run.context import RunContext
     from maxbatch.run.pretraining import open_pretraining
-    from maxbatch.run.session import RunContext, Session
+    from maxbatch.run.session import Session
 
     passed("import the rest of maxbatch")
     import jax

@@ -30,9 +30,10 @@ from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import StagedBatch
 from maxbatch.run.compile.cache import CompileCounter
+from maxbatch.run.context import RunContext
 from maxbatch.run.pretraining import BuiltPretraining, open_pretraining
 from maxbatch.run.record.profiling import Profiler
-from maxbatch.run.session import RunContext, Session
+from maxbatch.run.session import Session
 
 BAR = 0.97
 TOLERANCE = 2e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -197,16 +196,14 @@ def _loaded_before(config: Config) -> ResumePoint:
 
     if not 0 < exact(config.expansion_factor_real_data) < 1:
         return NEW_RUN
-    from maxbatch.run.folder.position import DamagedError, last_saved, read_record
+    from maxbatch.run.folder.position import newest_record
     from maxbatch.system.storage.storage import as_path
 
-    run_dir = as_path(config.run_dir)
-    if (step := last_saved(run_dir)) is None:
+    newest = newest_record(as_path(config.run_dir))
+    if newest is None:
         return NEW_RUN
-    with contextlib.suppress(DamagedError):
-        hosts, loading_hosts = read_record(run_dir / "checkpoints" / str(step)).hosts
-        return ResumePoint(hosts=hosts, loading_hosts=loading_hosts)
-    return NEW_RUN
+    hosts, loading_hosts = newest.hosts
+    return ResumePoint(hosts=hosts, loading_hosts=loading_hosts)
 
 
 def _take_topology(config: Config, args: argparse.Namespace) -> Config:

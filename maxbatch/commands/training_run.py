@@ -34,6 +34,7 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
     from maxbatch.parallel.deaths import on_end
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.run.folder.sessions import end_killed_session
+    from maxbatch.run.newest import newest_saved
     from maxbatch.system.storage.storage import as_path
 
     num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
@@ -43,7 +44,8 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
         BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
     on_end(lambda cause, _: end_killed_session(as_path(config.run_dir), cause))
     words = [command, *args.config, "--simulate-devices", str(num_devices // num_hosts)]
-    return run_hosts(words, num_hosts, partial(newest_saved, config), config.heartbeat_timeout_s)
+    saved = partial(newest_saved, config.run_dir, config.checkpoint)
+    return run_hosts(words, num_hosts, saved, config.heartbeat_timeout_s)
 
 
 def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
@@ -52,35 +54,15 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
     from maxbatch.parallel.hosts import together
     from maxbatch.run.compile.flags import state_flags
     from maxbatch.run.folder.sessions import leave_sessions
+    from maxbatch.run.newest import newest_saved
 
     with refusing_together():
         # to join the other hosts starts JAX
         state_flags(config.libtpu_flags, config.data_cache_dir)
     on_end(leave_sessions)
-    with together(
-        report, config.heartbeat_timeout_s, config.host_wait_s, partial(newest_saved, config)
-    ):
+    saved = partial(newest_saved, config.run_dir, config.checkpoint)
+    with together(report, config.heartbeat_timeout_s, config.host_wait_s, saved):
         outcome = train(config)
     if outcome.stopped_by is None:
         return EXIT_DONE
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
-
-
-def newest_saved(config: Config) -> int | None:
-    """Returns the newest saved step of a run, or else of its warm start; None if there is
-    neither.
-    """
-    from maxbatch.run.folder.position import last_saved
-    from maxbatch.run.folder.run_folder import WARM_START
-    from maxbatch.system.storage.storage import as_path
-
-    if not config.enable_checkpointing:
-        return None
-    run_dir, directory = as_path(config.run_dir), config.local_checkpoint_directory
-    steps = [last_saved(run_dir)]
-    if directory:
-        from maxbatch.run.weights.local_files import saved_here
-
-        steps.append(saved_here(directory, run_dir))
-    saved = [step for step in steps if step is not None]
-    return max(saved) if saved else last_saved(run_dir / WARM_START)

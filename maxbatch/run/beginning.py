@@ -13,7 +13,7 @@ from maxbatch.config.pins import read_written
 from maxbatch.config.sections import CheckpointConfig
 from maxbatch.run.folder.foreign import new_folder
 from maxbatch.run.folder.metrics import METRICS_FILE, parse_line, read_lines
-from maxbatch.run.folder.position import DamagedError, committed_steps, read_record
+from maxbatch.run.folder.position import DamagedError, last_saved, read_record
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.folder.sessions import UNKNOWN_STEP, read_sessions, saved_of
 from maxbatch.system.errors import ConfigError
@@ -93,10 +93,10 @@ def last_line(run_dir: AnyPath) -> int:
 
 def _states_at_stake(folder: RunFolder, config: CheckpointConfig) -> str | None:
     """Returns the states that stand for the run's lines, in words; None if there are none."""
-    steps = committed_steps(folder.path)
-    if steps:
-        _refuse_of_another_run(folder, steps[0])
-        return f"there is a checkpoint of step {steps[0]}"
+    newest = last_saved(folder.path)
+    if newest is not None:
+        _refuse_of_another_run(folder, newest)
+        return f"there is a checkpoint of step {newest}"
     saved = saved_of(read_sessions(folder.path))
     if saved is None:
         return _local_state(folder.path, config)

@@ -42,6 +42,7 @@ from maxbatch.run.agreement import check_same_start
 from maxbatch.run.compile.flags import INIT, flags_in_force, state_flags
 from maxbatch.run.compile.ladder import StepLadder
 from maxbatch.run.compile.saved import SavedPrograms
+from maxbatch.run.context import RunContext
 from maxbatch.run.evaluation import Evaluator, num_evaluated
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.sessions import TimePart
@@ -65,7 +66,7 @@ from maxbatch.run.own import (
 from maxbatch.run.programs import Programs, checked_mesh_shape, step_name
 from maxbatch.run.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.run.record.own_end import OwnFeed
-from maxbatch.run.session import Outcome, RunContext, Session
+from maxbatch.run.session import Outcome, Session
 from maxbatch.run.taking_over import state_taken_over
 from maxbatch.run.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
@@ -16,45 +16,33 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 import jax
 import numpy as np
 
-from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
 from maxbatch.config.own_parts import own_parts_of
-from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import broadcast, is_first, warn
 from maxbatch.parallel.mesh import num_slices
-from maxbatch.plan.batch import NEW_RUN, BatchPlan, ResumePoint
+from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
-from maxbatch.run.agreement import share_folder, software_of
-from maxbatch.run.beginning import check_beginning, check_same_run, last_line
-from maxbatch.run.compile.background import Background, compile_here
-from maxbatch.run.compile.cache import CompileCounter, use_persistent_cache
-from maxbatch.run.compile.flags import program_options
+from maxbatch.run.agreement import software_of
+from maxbatch.run.changes import changed_reads, changed_software, changes_since
+from maxbatch.run.compile.cache import CompileCounter
+from maxbatch.run.context import RunContext
 from maxbatch.run.folder.devices import DevicesUsed, record_devices
 from maxbatch.run.folder.metrics import Record, read_metrics
 from maxbatch.run.folder.metrics_log import MetricsLog
 from maxbatch.run.folder.metrics_schema import Metric
-from maxbatch.run.folder.position import CheckpointRecord, Position, last_saved
-from maxbatch.run.folder.run_folder import RunFolder
-from maxbatch.run.folder.sessions import SessionLog, TimePart, leave_sessions
+from maxbatch.run.folder.position import Position
+from maxbatch.run.folder.sessions import SessionLog, TimePart
 from maxbatch.run.record.board import Board
-from maxbatch.run.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
-from maxbatch.run.record.own_end import OwnEnd, OwnOutput
+from maxbatch.run.record.loggers import TrackedRun, open_loggers, settings_of
+from maxbatch.run.record.own_end import OwnOutput
 from maxbatch.run.record.profiling import Profiler
 from maxbatch.run.record.progress import RunProgress
 from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
-from maxbatch.run.resuming import changed_reads, changed_software, changes_since
-from maxbatch.run.signals import StopRequest
-from maxbatch.run.taking_over import position_taken_over
+from maxbatch.run.resume import IN_RUN_DIR, Resume
 from maxbatch.run.task import B, Built, Opened, Running, ShowText, Start
-from maxbatch.run.weights.checkpoints import Checkpoints, Restored
-from maxbatch.run.weights.foreign import ForeignState
-from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.run.weights.parameters import (
-    FirstParameters,
     load_parameters,
-    open_source,
-    open_state,
 )
 from maxbatch.system.errors import (
     ConfigError,
@@ -66,16 +54,12 @@ from maxbatch.system.errors import (
     StoreRefused,
     TrainingError,
 )
-from maxbatch.system.hardware.versions import computing_versions
-from maxbatch.system.processes.command_start import command_text, take_start
-from maxbatch.system.storage.watched_files import check_watched, watching
+from maxbatch.system.storage.watched_files import check_watched
 from maxbatch.system.terminal.folding import counted, folded
-from maxbatch.system.terminal.terminal import TrainingConsole
 from maxbatch.update.state import TrainState, num_parameters
 
 if TYPE_CHECKING:
-    from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
-    from maxbatch.run.weights.local_files import LostState
+    pass
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -124,103 +108,6 @@ class _KeptUpdates(Output):
         self._clock.record(record[Metric.STEP])
 
 
-class RunContext:
-    """The parts of a run that its task and its session share.
-
-    Args:
-      stack: closes the files and threads of the run.
-
-    Raises:
-      ConfigError: the folder or a logger cannot be used; nothing is written before.
-    """
-
-    def __init__(self, config: Config, devices: Sequence[jax.Device], stack: ExitStack) -> None:
-        self.config, self.devices, self.stack = config, devices, stack
-        use_persistent_cache(
-            config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla")
-        )
-        if is_first():
-            check_loggers(config.log_to)
-        self.console = TrainingConsole(quiet=not is_first())
-        started = take_start()
-        self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
-        self.lines_cut = 0  # updates whose lines this start cuts, since no state stands for them
-        # else a local state may go on
-        if not (config.enable_checkpointing and config.local_checkpoint_directory):
-            self._take_folder()
-        self.identity = share_folder(self.folder)
-        facts = computing_versions(), command_text()
-        log = SessionLog(
-            self.folder, started, jax.process_count(), len(devices), is_first(), *facts
-        )
-        self.sessions = stack.enter_context(log)
-        stack.enter_context(watching())
-        self.stop = stack.enter_context(StopRequest())
-        self.stop.end_unless_saving(self._leave)
-        self.background = stack.enter_context(Background())
-        self.own_end = OwnEnd()
-
-    def _leave(self, signal_name: str) -> None:
-        """Ends the session's line and frees the folder, for a process that a signal ends before its
-        first update.
-        """
-        leave_sessions(signal_name)
-        self.folder.leave()
-
-    def _take_folder(self, lost: LostState | None = None) -> bool:
-        """Refuses a start that would begin anew over lines that states stand for, or removes both
-        as configured.
-
-        Args:
-          lost: the newest local state, if none can be used.
-
-        Returns:
-          Whether they were removed.
-        """
-
-        def look() -> tuple[bool, int]:
-            if (
-                self.config.enable_checkpointing and last_saved(self.folder.path) is not None
-            ) or self.folder.is_fork:
-                return False, 0
-            overwrites, cut = (
-                check_beginning(self.folder, self.config.checkpoint, lost),
-                last_line(self.folder.path),
-            )
-            if overwrites:
-                self.folder.discard_run()
-            return overwrites, cut
-
-        overwrites, self.lines_cut = broadcast(look)
-        return bool(overwrites)
-
-    def begin_without_local_state(self, lost: LostState | None) -> bool:
-        """Checks the folder as `_take_folder` does where no local state can be used; returns
-        whether it was emptied.
-        """
-        if not self._take_folder(lost):
-            return False
-        self.identity = share_folder(self.folder)
-        self.sessions.begin_anew()
-        return True
-
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """Compiles a program for the devices, with the compiler's flags of the config."""
-        return compile_here(
-            name, lower, program_options(self.config.libtpu_flags, self.devices, name)
-        )
-
-    @property
-    def source(self) -> tuple[str, str]:
-        """The config key and the path of the source of the first parameters; an empty path if they
-        are made.
-        """
-        keys = ("load_full_state_path", "load_parameters_path")
-        return next(
-            ((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", "")
-        )
-
-
 class Session(Generic[B]):
     """A run that is ready to take its next step.
 
@@ -238,48 +125,14 @@ class Session(Generic[B]):
         self._own_end = context.own_end
         self.config, self.console, self.folder = context.config, context.console, context.folder
         self._clock, self._recording = context.sessions, context.config.record
-        self.checkpoints = self._open_checkpoints()
-        with self._clock.during(TimePart.RESTORING):
-            newest = self.checkpoints.newest() if self.checkpoints else None
-            if newest:
-                check_same_run(self.folder, newest.position.step, newest.run_id)
-            self._local = self._open_local_checkpoints()
-        if not (newest or (self._local and self._local.states)):
-            self._begin_without_local_state()
-        local = self._local.states[0].record if self._local and self._local.states else None
-        if local and (newest is None or local.position.step >= newest.position.step):
-            newest = local
-        parameters = self._pin_origin(newest)
-        self.position = newest.position if newest else self._first_position(parameters)
-        hosts = newest.hosts if newest else (None, None)
-        self.planned = opened.plan(_resume(self.position, hosts))
-        for message in self.plan.warnings:
-            warn(message)
-        with self._clock.during(TimePart.RESTORING):
-            restored, self._restored_from = self._restore()
-        if not restored and self._begin_without_local_state():
-            parameters = self._pin_origin(None)
-        if self.checkpoints and not restored and self.folder.is_fork:
-            raise ConfigError(
-                f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it "
-                "was forked from, which is missing or damaged; remove this folder, and name "
-                "other checkpoints with --checkpoints"
-            )
-        position = self.position
-        if restored:
-            position = restored.position
-        elif newest:  # no checkpoint was whole
-            position = self._first_position(parameters)
-        if position != self.position:  # the newest checkpoint was damaged
-            self.position, self.planned = position, opened.plan(_resume(position, hosts))
-        if self.checkpoints and self.checkpoints.has_set_aside and not restored and is_first():
-            self.folder.keep_lines()
-        if self._local:
-            self._local.resumed(position.step)
-        self._restored = restored.state if restored else None
+        resume = Resume.find(context, opened)
+        self.checkpoints, self._local = resume.checkpoints, resume.local
+        self.planned, self.position = resume.planned, resume.position
+        self._restored_from = resume.source
+        # `run` takes it, so that nothing else keeps these arrays while training replaces them
+        self._restored = resume.restored.state if resume.restored else None
         self._lines: MetricsLog | None = None  # on the first host, once the recorder is open
-        start = Start(position, restored.ahead if restored else None, not restored, parameters)
-        self.built = None if self.is_complete else self._build(start)
+        self.built = None if self.is_complete else self._build(resume.start)
         reads = self.built.reads if self.built else {}
         software = software_of(context.devices[0])
         self._changes: list[str] = []
@@ -292,113 +145,14 @@ class Session(Generic[B]):
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
-            from_checkpoint = restored is not None and self._restored_from == "checkpoints"
-            self._clock.stand_at(
-                self.position.step, self.position.step if from_checkpoint else None
-            )
+            step = self.position.step
+            self._clock.stand_at(step, step if self._restored_from == IN_RUN_DIR else None)
             self.folder.begin_again()
             # so that training from it overwrites nothing
             written = self.config.replaced({"overwrite_run": False})
             self.folder.write("config.yml", dump_config(written))
             self.folder.note_session(reads, software)
             self._record_devices()
-
-    def _begin_without_local_state(self) -> bool:
-        """Checks that a run with local checkpoints may begin at step 0, and empties its folder as
-        configured.
-
-        Where checkpoints in `run_dir` are damaged, the lines are kept beside them instead.
-
-        Returns:
-          Whether the folder was emptied.
-
-        Raises:
-          ConfigError: states that cannot be used stand for the lines of the run.
-        """
-        if not (self._local and self.checkpoints) or self.checkpoints.has_set_aside:
-            return False
-        if not self._context.begin_without_local_state(self._local.lost):
-            return False
-        self.checkpoints = self._open_checkpoints()
-        self._local = self._open_local_checkpoints()
-        return True
-
-    def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:
-        key, path = self.opened.source
-        open_at = open_state if key == "load_full_state_path" else open_source
-        origin = RunOrigin(open_at, key, path, self.folder.path, newest)
-        if self.checkpoints:
-            self.checkpoints.origin = origin
-        return FirstParameters(origin, self.config.model)
-
-    def _first_position(self, parameters: FirstParameters) -> Position:
-        """Returns the position that a new run begins at: 0, or where a MaxText run stood whose
-        state it takes over.
-        """
-        if not self.config.load_full_state_path:
-            self._refuse_start_samples()
-            return Position()
-        source = parameters.origin.source()
-        if not isinstance(source, ForeignState):
-            self._refuse_start_samples()
-            return Position()
-        start = self.config.start_samples
-        return position_taken_over(
-            self.config.plan,
-            None if start is None else int(start),
-            source,
-            lambda: self.opened.plan(NEW_RUN).plan,
-        )
-
-    def _refuse_start_samples(self) -> None:
-        if self.config.start_samples is not None:
-            raise self.config.fault(
-                "start_samples", "null unless load_full_state_path names a state of MaxText", "null"
-            )
-
-    def _open_checkpoints(self) -> Checkpoints | None:
-        if not self.config.enable_checkpointing:
-            return None
-        checkpoints = Checkpoints(
-            self.folder.path,
-            self.config.max_num_checkpoints_to_keep,
-            {"data": dict(self.opened.data.identity), "model": dict(self.opened.model.identity)},
-            warn,
-            self.opened.data.num_loading_hosts,
-            self._context.identity.run_id,
-            self.config.keep_best_checkpoint,
-            on_commit=self._clock.saved,
-        )
-        return self._context.stack.enter_context(closing(checkpoints))
-
-    def _open_local_checkpoints(self) -> LocalCheckpoints | None:
-        directory = self.config.local_checkpoint_directory
-        if not (self.checkpoints and directory):
-            return None
-        from maxbatch.run.weights.local_checkpoints import LocalCheckpoints
-
-        return self._context.stack.enter_context(
-            closing(
-                LocalCheckpoints(
-                    directory, self.folder.path, self._context.identity, self.checkpoints, warn
-                )
-            )
-        )
-
-    def _restore(self) -> tuple[Restored | None, str]:
-        """Returns the newest state that is whole, of the local checkpoints or of those in
-        `run_dir`, and which.
-        """
-        if not self.checkpoints:
-            return None, ""
-        abstract, make = self.planned.abstract, self.planned.executable
-        if self._local:
-            for state in self._local.states:
-                if newer := self.checkpoints.restore(abstract, make, after=state.step):
-                    return newer, "checkpoints"
-                if restored := self._local.restore(state, abstract, make):
-                    return restored, "local checkpoints"
-        return self.checkpoints.restore(abstract, make), "checkpoints"
 
     def _build(self, start: Start) -> Built[B]:
         built = self.planned.build(start)
@@ -791,10 +545,6 @@ class Session(Generic[B]):
     @property
     def _samples_seen(self) -> str:
         return f"{self.position.samples_seen:,} {self.opened.data.unit}"
-
-
-def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> ResumePoint:
-    return ResumePoint(position.step, position.place, *hosts)
 
 
 def parameters_in_words(abstract: TrainState) -> str:

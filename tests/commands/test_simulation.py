@@ -11,7 +11,7 @@ import pytest
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.commands import simulation
-from maxbatch.commands.training_run import newest_saved
+from maxbatch.run.newest import newest_saved
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -116,8 +116,8 @@ def test_a_host_that_is_stopped_is_a_dead_one(
 
 
 def test_a_run_that_dies_in_its_warm_start_goes_on_from_there(tmp_path: Path) -> None:
-    config = load_config(run_dir=str(tmp_path))
-    assert newest_saved(config) is None
+    run_dir, keys = str(tmp_path), load_config().checkpoint
+    assert newest_saved(run_dir, keys) is None
     for saved, step in ((tmp_path / "warm_start", 30), (tmp_path, 2)):
         (saved / "checkpoints" / str(step)).mkdir(parents=True)
-        assert newest_saved(config) == step, "a step of its own goes first"
+        assert newest_saved(run_dir, keys) == step, "a step of its own goes first"

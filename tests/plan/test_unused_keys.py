@@ -96,9 +96,8 @@ def test_a_factor_below_one_is_for_a_resume() -> None:
 def test_plan_compares_a_factor_below_one_with_the_checkpoint_in_run_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("maxbatch.run.folder.position.last_saved", lambda _: 5)
     record = CheckpointRecord(Position(5, Place(80)), {"data": {}, "model": {}}, 0, (2, 2))
-    monkeypatch.setattr("maxbatch.run.folder.position.read_record", lambda _: record)
+    monkeypatch.setattr("maxbatch.run.folder.position.newest_record", lambda _: record)
     line = ["plan", "--devices", "4", f"run_dir={tmp_path}"]
     assert main([*line, "expansion_factor_real_data=0.5"]) == 0
     assert "no effect" not in capsys.readouterr().err

@@ -41,9 +41,10 @@ from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.agreement import check_same_start
 from maxbatch.run.compile.flags import flags_in_force, state_flags
+from maxbatch.run.context import RunContext
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.sessions import TimePart
-from maxbatch.run.session import Outcome, RunContext, Session
+from maxbatch.run.session import Outcome, Session
 from maxbatch.run.task import (
     Dispatched,
     ShowText,

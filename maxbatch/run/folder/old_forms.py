@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 
-from maxbatch.run.folder.position import CheckpointRecord, committed_steps
+from maxbatch.run.folder.position import CheckpointRecord, last_saved
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage.storage import AnyPath
 
@@ -72,5 +72,5 @@ def refuse_old_checkpoint(checkpoint: AnyPath) -> None:
 
 def refuse_old_run(run_dir: AnyPath) -> None:
     """Raises ConfigError for a run whose newest checkpoint is in an old form."""
-    for step in committed_steps(run_dir)[:1]:
+    if (step := last_saved(run_dir)) is not None:
         refuse_old_checkpoint(run_dir / "checkpoints" / str(step))

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxbatch.plan.place import Place
@@ -254,6 +254,27 @@ def last_saved(run_dir: AnyPath) -> int | None:
     `committed_steps` does.
     """
     return next(iter(committed_steps(run_dir)), None)
+
+
+def newest_record(
+    run_dir: AnyPath, check: Callable[[CheckpointRecord], None] = lambda record: None
+) -> CheckpointRecord | None:
+    """Returns the record of the newest checkpoint whose JSON is sound; None if there is none.
+
+    Args:
+      check: called with it; it may refuse the run.
+
+    Raises:
+      ConfigError: the system denies reading a checkpoint.
+    """
+    for step in committed_steps(run_dir):
+        try:
+            record = read_record(run_dir / "checkpoints" / str(step))
+        except DamagedError:
+            continue  # an older one may be sound
+        check(record)
+        return record
+    return None
 
 
 def is_committed(checkpoint: AnyPath) -> bool:

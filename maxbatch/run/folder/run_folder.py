@@ -15,7 +15,7 @@ from maxbatch.run.folder.foreign import is_own, refuse_foreign
 from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.folder.metrics import METRICS_FILE
 from maxbatch.run.folder.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
-from maxbatch.run.folder.position import DamagedError, committed_steps, read_record
+from maxbatch.run.folder.position import DamagedError, committed_steps, newest_record, read_record
 from maxbatch.run.folder.run_id import RUN_FILE, RunIdentity, read_identity
 from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
 from maxbatch.system.storage.atomic_files import write_atomically
@@ -102,15 +102,10 @@ class RunFolder:
         )
         self._made_identity = not has_begun
         identity = RunIdentity.new(is_older=has_begun)
-        return self._write_identity(
-            dataclasses.replace(identity, run_id=self._saved_id() or identity.run_id)
-        )
-
-    def _saved_id(self) -> str | None:
-        for step in committed_steps(self.path):
-            with contextlib.suppress(DamagedError):
-                return read_record(self.path / "checkpoints" / str(step)).run_id
-        return None
+        newest = newest_record(self.path)
+        if newest and newest.run_id:
+            identity = dataclasses.replace(identity, run_id=newest.run_id)
+        return self._write_identity(identity)
 
     def _write_identity(self, identity: RunIdentity) -> RunIdentity:
         write_json(self.path / RUN_FILE, dataclasses.asdict(identity))

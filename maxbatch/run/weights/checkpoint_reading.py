@@ -35,8 +35,8 @@ from maxbatch.run.folder.position import (
     DamagedError,
     Origin,
     StoredParameter,
-    committed_steps,
     is_committed,
+    last_saved,
     read_record,
 )
 from maxbatch.run.weights.checksums import (
@@ -382,8 +382,8 @@ def find_checkpoint(path: str | Path) -> AnyPath:
     folder = as_path(path).absolute()
     if is_checkpoint(folder):
         return folder
-    steps = committed_steps(folder)
-    newest = folder / "checkpoints" / str(steps[0]) if steps else None
+    step = last_saved(folder)
+    newest = None if step is None else folder / "checkpoints" / str(step)
     if newest is not None and is_checkpoint(newest):
         return newest
     if is_of_orbax(folder):

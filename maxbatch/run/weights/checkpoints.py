@@ -38,6 +38,7 @@ from maxbatch.run.folder.position import (
     Position,
     committed_steps,
     is_committed,
+    newest_record,
     read_record,
 )
 from maxbatch.run.weights.checkpoint_writing import Save, remove_unfinished
@@ -159,14 +160,13 @@ class Checkpoints:
 
         def look() -> dict[str, object] | None:
             remove_unfinished(self._folder)
-            records = (self._look(step)[1] for step in committed_steps(self._run_dir))
-            newest = next(filter(None, records), None)
+            newest = newest_record(self._run_dir, self._check)
             if newest and self._keeps_best:
-                self._mend_best(CheckpointRecord.from_json(newest).position)
-            return newest
+                self._mend_best(newest.position)
+            return newest.to_json() if newest else None
 
-        found = broadcast(look)
-        record = CheckpointRecord.from_json(found) if found else None
+        saved = broadcast(look)
+        record = CheckpointRecord.from_json(saved) if saved else None
         self._started = self._saved = record.position.step if record else 0
         return record
 
@@ -192,9 +192,14 @@ class Checkpoints:
             record = read_record(self._folder / str(step))
         except DamagedError as error:
             return str(error), None
+        self._check(record)
+        return None, record.to_json()
+
+    def _check(self, record: CheckpointRecord) -> None:
+        """Raises ConfigError for a checkpoint in an old form, or of another run."""
+        step = record.position.step
         refuse_old_record(self._folder / str(step), record)
         self.check_identity(record, f"its checkpoint of step {step}")
-        return None, record.to_json()
 
     def check_identity(self, record: CheckpointRecord, which: str) -> None:
         """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model;

@@ -22,6 +22,7 @@ from maxbatch.run.folder.position import (
     Position,
     StoredParameter,
     committed_steps,
+    newest_record,
     read_record,
 )
 from maxbatch.update.noise_scale import NoiseScale
@@ -246,6 +247,19 @@ def test_a_file_that_the_system_refuses_is_no_damage(
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ConfigError, match=rf"metadata: cannot be read \({error.strerror}\)"):
         read_record(tmp_path / "checkpoints" / "4")
+
+
+def test_the_newest_record_is_that_of_the_newest_checkpoint_that_is_sound(tmp_path: Path) -> None:
+    assert newest_record(tmp_path) is None
+    for step in (4, 6):
+        position = SUMMED.position._replace(step=step)
+        write(tmp_path, SUMMED._replace(position=position).to_json(), step)
+    checked: list[int] = []
+    newest = newest_record(tmp_path, lambda record: checked.append(record.position.step))
+    assert newest and newest.position.step == 6 and checked == [6]
+    write(tmp_path, "{", step=6)
+    older = newest_record(tmp_path)
+    assert older == SUMMED
 
 
 def test_only_folders_named_by_a_step_are_checkpoints(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch import ConfigError
-from maxbatch.commands.training_run import newest_saved as last_saved_of
+from maxbatch.run.context import RunContext
+from maxbatch.run.newest import newest_saved
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import open_pretraining, train
 from maxbatch.run.record.recorder import Output, Record
-from maxbatch.run.session import RunContext, Session
+from maxbatch.run.session import Session
 from maxbatch.run.weights import local_checkpoints, local_files, shard_files
 from maxbatch.run.weights.local_files import saved_here
 from maxbatch.run.weights.shards import blocks_here
@@ -269,16 +270,17 @@ def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> Non
     note.rename(lost / "note")
     assert saved_here(str(lost / "disk"), lost / "run") is None, "not even the first"
     (lost / "note").rename(note)
-    config = config_of(lost)
-    assert last_saved_of(config) == 6
+    config, run_dir = config_of(lost), str(lost / "run")
+    unsaved = config.replaced({"enable_checkpointing": False})
+    assert newest_saved(run_dir, config.checkpoint) == 6
     for state in lost.glob("disk/run-*/host-0/?"):
         shutil.rmtree(state)
-    assert last_saved_of(config) == 6, "the others hold it, and this host is new"
+    assert newest_saved(run_dir, config.checkpoint) == 6, "the others hold it, and this host is new"
     restart(lost)
-    assert last_saved_of(config) == 5, "none of them does"
+    assert newest_saved(run_dir, config.checkpoint) == 5, "none of them does"
     shutil.rmtree(lost / "disk")
-    assert last_saved_of(config) == 5
-    assert last_saved_of(config.replaced({"enable_checkpointing": False})) is None
+    assert newest_saved(run_dir, config.checkpoint) == 5
+    assert newest_saved(run_dir, unsaved.checkpoint) is None
 
 
 def test_a_damaged_checkpoint_in_run_dir_gives_way_to_an_older_local_one(lost: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxbatch.run.context import RunContext
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import open_pretraining, train
-from maxbatch.run.session import RunContext, Session
+from maxbatch.run.session import Session
 from tests.helpers.command import maxbatch, start
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config
 
