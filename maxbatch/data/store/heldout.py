@@ -83,6 +83,11 @@ class Records:
     def __len__(self) -> int:
         return self.split.count(self.total, self.held_out)
 
+    @property
+    def numbers_S(self) -> np.ndarray:
+        """int64, the indices of all S of them."""
+        return self.between(0, self.total)
+
     def between(self, begin: int, end: int) -> np.ndarray:
         """Returns the indices (int64) of those from `begin` to before `end`."""
         first, last = (self.split.count(index, self.held_out) for index in (begin, end))

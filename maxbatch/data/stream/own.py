@@ -10,11 +10,12 @@ from numpy.typing import ArrayLike
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.stream.epochs import SampleOrigin
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import RowArrays
-from maxbatch.data.stream.samples import Indices, SampleOrigin
+from maxbatch.data.stream.samples import Indices
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizers import make_tokenizer
 from maxbatch.system.code_names import code_name

@@ -1,32 +1,19 @@
-"""Mapping of a sample's index to a row of a source, through epochs, permutations and mixtures.
-
-Limits: a shuffled epoch has at most 2^32 rows (Grain's permutation is 32 bits wide).
-"""
+"""Mapping of a sample's index to a row of a source, through epochs and mixtures."""
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from maxbatch.data.stream.grain import index_shuffle
+from maxbatch.data.stream.epochs import EpochOrder, SampleOrigin
 from maxbatch.data.stream.mixture_order import Origins, StagedOrder
 from maxbatch.data.stream.rows import RowArrays, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
-MAX_SHUFFLED_ROWS = 1 << 32
-
 Indices = Sequence[int] | np.ndarray
-
-
-class SampleOrigin(NamedTuple):
-    epoch: int  # of its source
-    row: int  # in the split of its source
-    source: str | None = None  # name in a mixture
 
 
 class SampleRows(Protocol):
@@ -43,17 +30,15 @@ class SampleRows(Protocol):
 
 
 class Epochs:
-    """The rows of one source, epoch after epoch: with n rows, sample i is row i mod n of epoch i //
-    n, permuted.
-    """
+    """The rows of one source, in an order of its epochs."""
 
-    def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
+    def __init__(self, rows: RowSource, order: EpochOrder):
         self.rows = rows
         self.row_length = rows.row_length
-        self._shuffle = shuffle
+        self._order = order
 
     def place(self, index: int) -> SampleOrigin:
-        return place_in_epochs(index, self.rows.num_rows, self._shuffle)
+        return self._order.place(index)
 
     def batch(self, indices: Indices) -> RowArrays:
         return self.rows.batch([self.place(index).row for index in indices])
@@ -154,26 +139,3 @@ def _trained(sources: Sequence[RowSource]) -> dict[str, object]:
         "trained_tokens": tokens.total,
         "trained_tokens_per_sample": {"mean": tokens.mean, "std": tokens.std},
     }
-
-
-def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> SampleOrigin:
-    """Returns the place of sample `index` in an endless series of permuted epochs, in O(1).
-
-    The seed and the name in `shuffle` key the permutations; without it, rows are in order.
-    """
-    epoch, slot = divmod(operator.index(index), num_rows)
-    if shuffle is None:
-        return SampleOrigin(epoch, slot)
-    key = epoch_key(*shuffle, epoch)
-    return SampleOrigin(epoch, index_shuffle(slot, max_index=num_rows - 1, seed=key, rounds=4))
-
-
-@lru_cache(maxsize=64)
-def epoch_key(seed: int, source: str, epoch: int) -> int:
-    """Returns the 32-bit key of one epoch's permutation.
-
-    The key is a hash: with seed + epoch, the second epoch of seed 0 would equal the first of seed
-    1, and two sources of equal length would have equal permutations.
-    """
-    digest = hashlib.blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")

@@ -18,7 +18,7 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths, check_vocabulary
-from maxbatch.config.sections import STORES, DataConfig, names_fixing
+from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
@@ -144,14 +144,6 @@ def _row_identity(config: StreamConfig, store: Store) -> Identity:
         for key, value in identity.items()
         if adds_tokens or key not in names_fixing(Fixes.TOKENS)
     }
-
-
-def order_identity(config: DataConfig) -> Identity:
-    """Returns the values that fix the order of a training stream: shuffling and its key."""
-    fixing = (
-        names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
-    )
-    return {key: config[key] for key in fixing}
 
 
 def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:

@@ -42,7 +42,7 @@ class Split:
         from maxbatch.data.store.heldout import Records
 
         records = self.records
-        return records.between(0, records.total) if isinstance(records, Records) else records
+        return records.numbers_S if isinstance(records, Records) else records
 
 
 class Fitted(NamedTuple):

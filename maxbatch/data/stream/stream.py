@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
+from maxbatch.data.stream.epochs import (
+    EpochOrder,
+    SampleOrigin,
+    check_indices,
+    order_identity,
+)
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import (
-    MAX_SHUFFLED_ROWS,
     Epochs,
     Indices,
     InTurn,
     Mixed,
-    SampleOrigin,
     SampleRows,
 )
-from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
+from maxbatch.data.stream.sources import SourceRows, open_rows, refuse_num_epochs
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import is_remote
@@ -132,9 +136,7 @@ class Stream:
 
     def _check(self, index: int) -> None:
         end = None if self.is_endless else self.samples_per_epoch
-        if index < 0 or (end is not None and index >= end):
-            last = "" if end is None else f" to {end - 1}"
-            raise IndexError(f"sample {index}: the stream has samples from 0{last}")
+        check_indices(f"sample {index}: the stream has samples", index, index + 1, end)
 
 
 class ReadPart(NamedTuple):
@@ -260,11 +262,6 @@ def _epochs(config: StreamConfig, source: SourceRows, name: str | None) -> Epoch
     """Returns the epochs of a source, shuffled by `name` if the config shuffles; in order if `name`
     is None.
     """
-    if name is None or not config.enable_data_shuffling:
-        return Epochs(source.rows, shuffle=None)
-    if source.rows.num_rows > MAX_SHUFFLED_ROWS:
-        raise ConfigError(
-            f"enable_data_shuffling=true: an epoch has {source.rows.num_rows} rows, and at most "
-            f"{MAX_SHUFFLED_ROWS} (2^32) can be permuted; works: enable_data_shuffling=false"
-        )
-    return Epochs(source.rows, shuffle=(config.data_shuffle_seed, name))
+    num_rows = source.rows.num_rows
+    order = EpochOrder(num_rows) if name is None else EpochOrder.of(config, num_rows, name)
+    return Epochs(source.rows, order)

@@ -28,8 +28,9 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.feed import BatchLoader, in_passes
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.data.stream.epochs import SampleOrigin
 from maxbatch.data.stream.rows import RowArrays
-from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
+from maxbatch.data.stream.samples import Indices, SampleRows
 from maxbatch.data.stream.stream import ReadPart, Stream
 from maxbatch.kinds.pair.answers import score_answers
 from maxbatch.parallel.hosts import broadcast, gather, warn

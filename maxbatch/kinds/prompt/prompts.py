@@ -28,12 +28,11 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT, record_digest
 from maxbatch.data.store.formats import record_as_json
-from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.skipped import kind_of, skipped_text
+from maxbatch.data.stream.epochs import EpochOrder, check_indices, order_identity
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.samples import place_in_epochs
-from maxbatch.data.stream.sources import order_identity
 from maxbatch.data.tokenizers.chat_prompts import ChatPrompts
 from maxbatch.data.tokenizers.errors import RecordError
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
@@ -72,7 +71,7 @@ class Prompts:
     text: PromptText
     identity: Identity  # equal identities mean equal prompts
     skipped_records: int  # skipped records of the whole dataset (`skip_bad_records`)
-    shuffle: tuple[int, str] | None  # seed and name that key the permutations; None: in order
+    order: EpochOrder  # of the records
     is_endless: bool  # whether the stream continues after its first epoch
     has_chats: bool  # whether any record of the whole dataset is a conversation
 
@@ -96,12 +95,9 @@ class Prompts:
         Raises:
           IndexError: an index below 0, or past the end of a held-out split.
         """
-        if first < 0 or count < 0 or not (self.is_endless or first + count <= self.num_prompts):
-            end = "" if self.is_endless else f" to {self.num_prompts - 1}"
-            raise IndexError(f"{count} prompts from {first}: there are prompts from 0{end}")
-        numbers = [
-            place_in_epochs(first + i, self.num_prompts, self.shuffle).row for i in range(count)
-        ]
+        what, end = f"{count} prompts from {first}: there are prompts", first + count
+        check_indices(what, first, end, None if self.is_endless else self.num_prompts)
+        numbers = [self.order.place(index).row for index in range(first, end)]
         records = [json.loads(self.records[number]) for number in numbers]
         texts = [self.text.of(record, "the record") for record in records]
         tokens = self.text.tokens(texts)
@@ -153,9 +149,9 @@ class PromptSource:
         return self._split(self._dataset, self._part(held_out=True), trains=False)
 
     def _part(self, held_out: bool) -> list[bytes]:
-        records, fraction = self._dataset.records, self._fraction
-        chosen = fraction.records(fraction.count(len(records), held_out), held_out)
-        return [records[number] for number in chosen.tolist()]
+        records = self._dataset.records
+        chosen = Records(self._fraction, len(records), held_out)
+        return [records[number] for number in chosen.numbers_S.tolist()]
 
     def _split(self, dataset: _Dataset, records: Sequence[bytes], trains: bool) -> Prompts:
         config = self._config
@@ -171,14 +167,15 @@ class PromptSource:
             identity |= order_identity(config)
         if ends := end_tokens(config.load_parameters_path):
             identity[END_TOKENS] = str(ends)
-        is_shuffled = trains and config.enable_data_shuffling
-        shuffle = (config.data_shuffle_seed, dataset.content) if is_shuffled else None
+        order = EpochOrder(len(records))
+        if trains:
+            order = EpochOrder.of(config, len(records), dataset.content)
         return Prompts(
             records,
             self._text,
             identity,
             dataset.skipped,
-            shuffle,
+            order,
             is_endless=trains,
             has_chats=dataset.has_chats,
         )

@@ -16,7 +16,7 @@ from maxbatch.config.combined import PromptConfig, UpdateConfig
 from maxbatch.config.config import Config
 from maxbatch.config.sections import KEYS, RLConfig
 from maxbatch.config.values import Value
-from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.templates import Template
 from maxbatch.parallel.hosts import broadcast
@@ -68,7 +68,7 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
     task, template = TASKS[config.dataset_type], Template(config.prompt_template)
     everything = task.records()
     split = HeldOutFraction.of(config.eval_fraction)
-    training = split.records(split.count(len(everything), held_out=False), held_out=False).tolist()
+    training = Records(split, len(everything), held_out=False).numbers_S.tolist()
     draw = random.Random(f"worked examples {config.data_shuffle_seed}")
     for _ in range(count):
         record = everything[draw.choice(training)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.data.stream import samples as samples_module
+from maxbatch.data.stream.epochs import epoch_key
 from maxbatch.data.stream.reader import Contiguous, RowBlocks
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
@@ -88,7 +88,7 @@ def test_seed_and_epoch_are_not_added(tmp_path: Path) -> None:
 
 
 def test_sources_of_one_seed_and_size_are_not_in_step() -> None:
-    assert samples_module.epoch_key(0, "text", 0) != samples_module.epoch_key(0, "jsonl", 0)
+    assert epoch_key(0, "text", 0) != epoch_key(0, "jsonl", 0)
 
 
 def test_unshuffled_samples_are_the_rows_in_order_epoch_after_epoch(tmp_path: Path) -> None:
