@@ -75,7 +75,41 @@ CASES = {
         "load_parameters_path=model",
         "per_device_batch_size=8",
     ),
+    "pairs": (
+        "train",
+        *_SMALL,
+        "use_dpo=true",
+        "dpo_algo=orpo",
+        "dataset_type=jsonl",
+        "dataset_path=answers.jsonl",
+        "per_device_batch_size=8",
+    ),
+    "experts": (
+        "train",
+        *_SMALL,
+        *_TEXTS,
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "load_balance_loss_weight=0.01",
+        "ici_expert_parallelism=2",
+        "per_device_batch_size=4",
+        "--simulate-devices",
+        "2",
+    ),
+    "int8": ("train", *_SMALL, *_TEXTS, "quantization=int8", "per_device_batch_size=8"),
+    "two_hosts_expansion": (
+        "train",
+        *_SMALL,
+        *_TEXTS,
+        "expansion_factor_real_data=2",
+        "per_device_batch_size=4",
+        "--simulate-hosts",
+        "2",
+    ),
     "rl": ("rl", "steps=6"),
+    "rl_filtered_behind": ("rl", "steps=6", "filter_groups=true", "off_policy_steps=1"),
 }
 
 
@@ -166,12 +200,17 @@ def _write_texts(folder: Path) -> None:
     with (
         open(folder / "documents.jsonl", "w") as documents,
         open(folder / "pairs.jsonl", "w") as pairs,
+        open(folder / "answers.jsonl", "w") as answers,
     ):
         for _ in range(2000):
             text = " ".join(rng.choices(words, k=rng.randint(3, 120)))
             documents.write(json.dumps({"text": text}) + "\n")
             pairs.write(
                 json.dumps({"prompt": text[:40], "completion": text[40:120] or "none"}) + "\n"
+            )
+            answers.write(
+                json.dumps({"prompt": text[:20], "chosen": text[20:60] or "yes", "rejected": "no"})
+                + "\n"
             )
 
 

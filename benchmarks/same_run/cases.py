@@ -255,9 +255,19 @@ CASES = {
         **_GRPO,
     ),
     "trl_grpo_reused": _trl(
-        "`GRPOTrainer`, each batch used twice, `beta=0.04`",
+        "`GRPOTrainer`, each batch used twice, ratios clipped",
         "GRPOTrainer",
         **_GRPO,
+        lr_scheduler_type="constant",
+        num_iterations=2,
+    ),
+    # At a hundredth of the rate: where a gradient is zero but for the rounding of the KL term, Adam
+    # makes a whole step of the rounding.
+    "trl_grpo_reused_kl": _trl(
+        "`GRPOTrainer`, each batch used twice, `beta=0.04`",
+        "GRPOTrainer",
+        **(_GRPO | {"learning_rate": 1e-5}),
+        lr_scheduler_type="constant",
         num_iterations=2,
         beta=0.04,
     ),

@@ -95,7 +95,10 @@ def _batch(t: Translation, _: str) -> None:
     prompts = {"batch_size": str(batch // group), "num_minibatches": str(batch // update)}
     for word in words[1:]:
         t.map(word, counted, **prompts)
-    mixed = "; an update there has completions of the batch at random, here its prompts in order"
+    mixed = (
+        "; an update there has completions of the batch at random and a rate of its own, here its "
+        "prompts in order and the rate of the batch"
+    )
     t.map(words[0], counted + (mixed if batch > update else ""), **prompts)
     t.settings |= prompts
     _chunk(t, words[0], sizes["rows"], t.devices or 1, update // group, group)

@@ -191,3 +191,12 @@ def test_verls_command_is_answered_with_its_batch_here(
 )
 def test_verls_words_are_answered_by_their_paths(word: str, answer: str) -> None:
     assert answer in hint(word, is_of_prompts=True)
+
+
+@pytest.mark.parametrize(("schedule", "is_said"), [("linear", True), ("constant", False)])
+def test_an_import_says_that_the_updates_of_a_batch_share_its_rate(
+    schedule: str, is_said: bool, tmp_path: Path
+) -> None:
+    text = f"{TRL}num_iterations: 2\nlr_scheduler_type: {schedule}\n"
+    _, fates = _read("trl", tmp_path / "t.yml", text)
+    assert ("one rate" in fates["num_iterations"].says) is is_said
