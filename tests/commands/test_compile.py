@@ -199,11 +199,6 @@ def test_a_damaged_program_is_refused(compiled: Path, tmp_path: Path) -> None:
         train(one_layer_config(*RAMP, f"compiled_dir={tmp_path}"))
 
 
-def test_a_folder_without_programs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds no compiled programs"):
-        train(one_layer_config("compiled_dir=nowhere"))
-
-
 def test_what_does_not_fit_exits_with_1_and_the_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,15 +252,6 @@ def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[st
             assert figures[key] is None
 
 
-def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("taken").write_text("")
-    assert main(["compile", *TINY_RUN, ONE_LAYER, "--hlo", "taken"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("maxbatch: error: --hlo taken: cannot be written")
-
-
 @pytest.mark.parametrize("command", ["train", "compile", "fit"])
 def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -276,27 +262,3 @@ def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
         "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "
         "works: attention=auto (here dot_product)"
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (
-            ("--simulate-hosts", "2", "--topology", "v5e:2x2"),
-            "--simulate-hosts 2: must not be given beside --topology",
-        ),
-        (("--simulate-hosts", "2", "--survive", "1", "--json"), "--json: prints one object"),
-        (("--simulate-hosts", "2", "--survive", "2"), "--survive 2: must be less than the 2 hosts"),
-        (("--simulate-hosts", "2", "--simulate-devices", "3"), "--simulate-hosts 2"),
-        (
-            ("--simulate-hosts", "4", "--survive", "1", "global_batch_size=16"),
-            "global_batch_size=16",
-        ),
-    ],
-)
-def test_what_simulated_hosts_cannot_compile_is_one_line(
-    flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compile", *TINY_RUN, ONE_LAYER, *flags]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(error) == 1 and problem in error[0]

@@ -113,22 +113,6 @@ def test_a_line_per_key_fits_the_terminal(
     assert re.search(r"(?m)^steps: 200 +base.yml +updates, >= 1 \| null", "\n".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["stepz"], "stepz: unknown key; nearest: steps"),
-        (["steps", "packing"], "steps packing: one key at a time; works: maxbatch config steps"),
-        (["nowhere.yml"], "config file nowhere.yml: does not exist"),
-        (["steps", "steps=0"], "steps=0: must be at least 1 or null; works: steps=1"),
-    ],
-)
-def test_what_cannot_be_answered_is_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert main(["config", *arguments]) == 2
-    assert capsys.readouterr().err == f"maxbatch: error: {said}\n"
-
-
 def test_it_imports_no_jax() -> None:
     check = (
         "import sys; from maxbatch.cli import main; main(['config']); main(['config', 'steps', "

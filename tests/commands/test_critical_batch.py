@@ -18,27 +18,6 @@ from tests.helpers.command import maxbatch, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, read_metrics
 
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["steps=3"], "steps=3: maxbatch critical-batch takes no config keys"),
-        (["--factors", "2,4"], "--factors 2,4"),
-        (["--factors", "1,0"], "--factors 1,0"),
-        (["--checkpoints", "ten"], "--checkpoints ten"),
-        (["--samples", "few"], "--samples few"),
-        (["--tolerance", "-1"], "--tolerance"),
-        (["--scaling", "cubic"], "--scaling"),
-    ],
-)
-def test_bad_flags_are_one_line_and_exit_2(tmp_path, capsys, arguments, named):
-    from maxbatch.cli import main
-
-    assert main(["critical-batch", str(tmp_path), *arguments]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and named in message
-
-
 # The same batch and rate throughout: the base branch must repeat the run.
 RUN = (
     *TINY_RUN,

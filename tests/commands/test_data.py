@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxbatch.cli import main
 from maxbatch.commands.data import add_arguments, run
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
@@ -153,32 +152,6 @@ def test_stats_tell_how_well_documents_were_packed(tmp_path: Path, capsys) -> No
     overrides = ["max_target_length=2048", "packing_strategy=best_fit"]
     config = jsonl_config(tmp_path / "c.jsonl", ["x" * length for length in lengths], *overrides)
     assert json.loads(printed(capsys, config, "--stats", "--json"))["packing_efficiency"] >= 0.97
-
-
-def test_prompts_are_refused_in_one_line(config, capsys) -> None:
-    assert (
-        main(["data", "batch_size=8", f"dataset_path={config.dataset_path}", "--fingerprint"]) == 2
-    )
-    assert "counts prompts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--first", "-1"], "--first -1: must be a whole number from 0 on; works: --first 0"),
-        (["--first", "x"], "--first x: must be a whole number"),
-        (["--count", "0"], "--count 0: must be a whole number from 1 on"),
-        (["--count", "1.5"], "--count 1.5: must be a whole number"),
-        (["--stats", "--count", "3"], "leave out --first and --count"),
-    ],
-)
-def test_bad_numbers_are_refused_in_one_line(
-    config, capsys, flags: list[str], message: str
-) -> None:
-    Path("stated.yml").write_text(dump_config(config))
-    assert main(["data", "stated.yml", *flags]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
 
 
 def shell(config: Config, command: str, **variables: str) -> subprocess.CompletedProcess[str]:

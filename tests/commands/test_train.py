@@ -283,41 +283,6 @@ def assert_refused(code: int, error: str, *names: str) -> None:
     assert all(name in error for name in names), error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (["base_emb_dims=3"], ["base_emb_dims", "base_emb_dim"]),
-        (["steps=ten"], ["steps", "ten"]),
-        (["nowhere.yml"], ["nowhere.yml"]),
-        (["per_device_batch_size=0"], ["per_device_batch_size", "0"]),
-        (["per_device_batch_size=0.3"], ["per_device_batch_size", "0.3"]),
-        (["steps=5", "train_samples=7"], ["steps", "train_samples"]),
-        (["ici_fsdp_parallelism=3"], ["ici_fsdp_parallelism", "3"]),
-        (["ici_tensor_parallelism=3"], ["ici_tensor_parallelism"]),
-        (["dataset_type=text"], ["dataset_path"]),
-        (["dataset_type=text", "dataset_path=nowhere/*.txt"], ["dataset_path", "nowhere"]),
-        (["load_parameters_path=nowhere"], ["nowhere"]),
-        (["run_dir=/dev/null/run"], ["run_dir"]),
-        (["vocab_size=100", "dataset_type=python_stdlib"], ["vocab_size", "100"]),
-        (["profile_steps=13:10"], ["profile_steps", "13:10"]),
-        (["--simulate-device", "2"], ["--simulate-device"]),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
-) -> None:
-    code = main(["train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", *arguments])
-    assert_refused(code, capsys.readouterr().err, *names)
-
-
-@pytest.mark.parametrize(
-    "argument", ["base_emb_dims=3", "ici_fsdp_parallelism=3"], ids=["at once", "after JAX's start"]
-)
-def test_nothing_but_that_line_is_on_standard_error(tmp_path: Path, argument: str) -> None:
-    refused = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", argument)
-    assert_refused(refused.returncode, refused.stderr, argument.partition("=")[0])
-
-
 def test_output_is_plain_lines_on_a_pipe(tmp_path: Path) -> None:
     result = maxbatch(
         "train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab"

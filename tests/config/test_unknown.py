@@ -4,7 +4,6 @@ mislead nobody.
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.around.words import FRAMEWORKS, Word, look_up, rows
 from maxbatch.cli import main
-from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import misspelt
-from maxbatch.config.values import shown_path
 from tests.helpers.configs import error_of, write
 
 WORDS = [row for row in rows() if "*" not in row.word]
@@ -106,27 +103,6 @@ def test_what_works_names_works() -> None:
     assert "works" not in error_of(overrides=("adam_beta1=2",))
 
 
-@pytest.mark.parametrize(
-    ("stated", "works"),
-    [
-        ("data_path=/d/x", "dataset_path=/d/x dataset_type=text"),
-        ("train_file=/d/x.jsonl", "dataset_path=/d/x.jsonl dataset_type=jsonl"),
-        ("train_data_path=/d/x", "dataset_path=/d/x dataset_type=megatron"),
-        ("eval_file=b.jsonl", None),  # beside python_stdlib, which reads no path
-    ],
-)
-def test_a_path_of_data_comes_with_the_type_that_reads_it(stated: str, works: str | None) -> None:
-    said = error_of(overrides=(stated,)).partition("; works: ")[2]
-    assert (said or None) == works
-    if works:
-        check_data_paths(load_config(overrides=works.split()))
-
-
-def test_the_named_faults_are_answered_with_their_own_meaning() -> None:
-    message = error_of(overrides=("max_steps=100", "effective_batch_size=512", "hidden_size=768"))
-    assert message.endswith("; works: steps=100 global_batch_size=512 base_emb_dim=768")
-
-
 def test_unknown_keys_of_file_and_overrides_are_reported_together() -> None:
     run = write(
         Path("run.yml"),
@@ -138,101 +114,6 @@ def test_unknown_keys_of_file_and_overrides_are_reported_together() -> None:
         for word in ("max_steps", "mlp_bias", "mla_naive_kvcache.a", "n_layer")
     )
     assert f"maxbatch import maxtext {run}" in message
-
-
-def test_a_maxtext_file_names_its_import(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "base_config: base.yml\nmlp_bias: [silu]\nsa_block_q: 512\nper_device_batch_size: 2\n"
-    run = write(tmp_path / "run.yml", text)
-    for command in ("plan", "train"):
-        assert main([command, str(run)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and f"maxbatch import maxtext {run}" in error
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--rampup-batch-size 16 16 96", "maps to batch_size_schedule"),
-        (
-            "--rampup-batch-size 16 16 96 --global-batch-size 64",
-            "works: batch_size_schedule='0:16 32:32 64:48 96:64'",
-        ),
-        ("--micro-batch-size 2", "works: per_device_batch_size=2"),
-        ("--train-iters=7", "works: steps=7"),
-        ("--batch-size 8", "global_batch_size"),
-        ("--steps=4", "config keys are stated without dashes; works: steps=4"),
-        ("--steps 4", "config keys are stated without dashes; works: steps=4"),
-    ],
-)
-def test_flags_of_others_are_answered_like_keys(
-    capsys: pytest.CaptureFixture[str], line: str, said: str
-) -> None:
-    assert main(["plan", *shlex.split(line)]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "works"),
-    [
-        ("per_replica_batch_size=64 --devices 4", "global_batch_size=256"),
-        ("--per-replica-batch-size 64 --devices 4", "global_batch_size=256"),
-        (
-            "--per-replica-batch-size 64 ici_tensor_parallelism=2 --devices=4",
-            "global_batch_size=128",
-        ),
-        ("batch_size_per_node=256 --devices 8 --hosts 2", "global_batch_size=512"),
-        ("--batch-size-per-node 256 --devices 8 --hosts 2", "global_batch_size=512"),
-        ("--micro-batch-size 16", "per_device_batch_size=16"),
-        ("--micro-batch-size 16 ici_tensor_parallelism=4", "per_device_batch_size=4 --devices 4"),
-        ("rl effective_batch_size=64", "batch_size=8"),
-        ("rl --effective-batch-size 64", "batch_size=8"),
-        ("rl ppo_micro_batch_size_per_gpu=8 --devices 4", "micro_batch_size=32"),
-    ],
-)
-def test_a_hint_counts_devices_and_hosts_for_keys_and_flags(
-    capsys: pytest.CaptureFixture[str], line: str, works: str
-) -> None:
-    assert main(["plan", *shlex.split(line)]) == 2
-    error = capsys.readouterr().err
-    assert error.endswith(f"; works: {works}\n") and error.count("\n") == 1
-
-
-def test_the_flag_of_a_batch_names_its_three_meanings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--batch-size", "256", "--devices", "8", "--hosts", "2"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "global_batch_size=256 (of all devices), per_device_batch_size=256 (of each process)"
-        in error
-    )
-    assert "global_batch_size=512 (of each node)" in error
-
-
-def test_a_file_with_axolotls_batch_names_its_import(tmp_path: Path) -> None:
-    run = write(tmp_path / "run.yml", "micro_batch_size: 2\ngradient_accumulation_steps: 4\n")
-    with pytest.raises(
-        ConfigError, match=re.escape(f"works: maxbatch import axolotl {shown_path(run)}") + "$"
-    ):
-        load_config(run)
-
-
-def test_the_keys_of_a_nested_block_are_answered_by_their_names(tmp_path: Path) -> None:
-    run = write(
-        tmp_path / "run.yml",
-        "lora:\n  lora_rank: 8\nrl: {num_generations: 2, off_policy_steps: 0}\n",
-    )
-    message = error_of(run)
-    assert (
-        "lora.lora_rank (verl, MaxText) is lora_rank" in message
-        and "rl.num_generations (" in message
-    )
-    assert "rl.off_policy_steps (MaxText) is off_policy_steps" in message
-    assert message.endswith(f"maxbatch import maxtext {run}")
-    assert error_of(write(tmp_path / "of.yml", "run:\n  log_period: 2\n")).endswith(
-        "unknown key run.log_period is log_period: state it without the block; works: log_period=2"
-    )
 
 
 def test_a_batch_of_prompts_is_told_from_the_global_batch(
@@ -252,23 +133,3 @@ def test_a_batch_of_prompts_is_told_from_the_global_batch(
         ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"
     ):
         load_config(overrides=["micro_batch_size=2"])
-
-
-@pytest.mark.parametrize(
-    ("typed", "works"),
-    [
-        (
-            ["prompt_feature=question", "completion_feature=answer"],
-            "{prompt: question, completion: answer}",
-        ),
-        (["input_key=q", "output_key=completion"], "{prompt: q}"),
-        (["field_messages=turns"], "{messages: turns}"),
-        (["columns.prompt=q", "columns.response=a"], "{instruction: q, output: a}"),
-    ],
-)
-def test_words_for_fields_are_answered_with_one_record_fields(typed: list[str], works: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(
-            overrides=[*typed, "dataset_type=jsonl", "dataset_path=a.jsonl", "use_sft=true"]
-        )
-    assert f"works: record_fields='{works}'" in str(error.value)

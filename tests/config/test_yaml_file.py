@@ -15,36 +15,9 @@ from maxbatch.data.stream.mixture import read_mixture
 from tests.helpers.configs import error_of, write
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: [1, 2", "is not valid YAML"),
-        ("a: b: c", "is not valid YAML"),
-        ("steps: 3\n\tlog_period: 3", "is not valid YAML"),
-        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
-        ("- steps\n- 3\n", "must be lines of `key: value`"),
-        ("just words\n", "must be lines of `key: value`"),
-        ("? [a, b]\n: 3\n", "must be lines of `key: value`"),
-        ("\nsteps: 1\nsteps: 2\n", ":3: steps is stated twice (first in line 2)"),
-        ("steps: [1]\n", ":1: steps takes one value"),
-        ("steps: {a: 1}\n", ":1: steps takes one value"),
-        ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
-        ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
-        ("run_dir: !!binary aGk=\n", ":1: run_dir takes no tag"),
-        ("<<: {steps: 1}\n<<: {steps: 2}\n", ":2: << is stated twice (first in line 1)"),
-        ("<<: 3\n", ":1: << takes a mapping"),
-        ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
-        ("1: 2\n", ":1: unknown key 1"),
-        ("steps: many\n", ":1: steps=many: must be a whole number"),
-        ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
-        ("a: &x [*x]\n", "never ends"),
-        ("a: *nothing\n", "is not valid YAML"),
-        ("[" * 5000, "nested more than 100 deep"),
-    ],
-)
-def test_a_bad_file_is_one_line_with_file_and_line(tmp_path: Path, text: str, said: str) -> None:
-    message = error_of(write(tmp_path / "run.yml", text))
-    assert (said in message and "run.yml" in message) or "nowhere.yml" in message
+def test_a_file_that_is_nested_a_thousand_deep_is_refused(tmp_path: Path) -> None:
+    message = error_of(write(tmp_path / "run.yml", "[" * 5000))
+    assert message.endswith("run.yml: is nested more than 100 deep, the most that is read")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -64,24 +37,6 @@ def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(
         tmp_path / "d.yml", "dataset_path:\n- {path: a, weight: 0.70}\n- {path: b, weight: 3}\n"
     )
     assert load_config(weighted).dataset_path == "a,0.70;b,3"
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        "[a]",
-        "{path: a}",
-        "{path: a, weight: 1, more: 2}",
-        "{path: a, path: b, weight: 1}",
-        "'a;b'",
-        "''",
-        "{path: a, weight: 1, [x]: 3}",
-        "{path: [a], weight: 1}",
-    ],
-)
-def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item: str) -> None:
-    message = error_of(write(tmp_path / "c.yml", f"steps: 3\ndataset_path:\n- {item}\n"))
-    assert "dataset_path, line 3" in message
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "fifo"])

@@ -152,30 +152,39 @@ class Typist:
         if self._of_line[line] <= _MOST_KEPT:
             self._kept.append(error)
 
-    def faults(self) -> list[str]:
+    def said(self) -> list[ConfigError]:
+        """Returns the errors that left the code under test, of those that were kept."""
+        return [
+            error
+            for error in self._kept
+            if error.__traceback__ is not None and _was_said(list(_frames(error)))
+        ]
+
+    def faults(self, are_all_typed: bool = False) -> list[str]:
         """Returns what is wrong with the `works:` of the errors that were kept, and forgets
         these.
+
+        Args:
+          are_all_typed: types errors of a line of code however many were typed before.
         """
-        kept = self._kept
+        said = self.said()
         self.keep_nothing()
         faults, seen, of_line = list[str](), set[str](), Counter[str]()
         self._is_typing = True
         try:
-            for error in kept:
-                frames = [] if error.__traceback__ is None else list(_frames(error))
+            for error in said:
+                frames = list(_frames(error))
                 message = str(error)
-                if (
-                    not frames
-                    or "works: " not in message
-                    or message in seen
-                    or not _was_said(frames)
-                ):
+                if "works: " not in message or message in seen:
                     continue
                 seen.add(message)
                 line = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
                 of_line[line] += 1
                 self._of_session[line] += 1
-                if of_line[line] <= _MOST_OF_LINE and self._of_session[line] <= _MOST_OF_SESSION:
+                are_enough = (
+                    of_line[line] > _MOST_OF_LINE or self._of_session[line] > _MOST_OF_SESSION
+                )
+                if are_all_typed or not are_enough:
                     faults += faults_of(message, error, frames)
         finally:
             self._is_typing = False

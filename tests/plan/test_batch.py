@@ -1,6 +1,4 @@
-"""The batch plan: the identities of its numbers, every rejection, and that the value it names
-really works.
-"""
+"""The batch plan: the identities of its numbers, and that the values its rejections name work."""
 
 from __future__ import annotations
 
@@ -90,25 +88,6 @@ def test_a_plan_for_a_pod() -> None:
     assert plan["num_loading_hosts"] == 320
     assert (plan["total_samples"], plan["total_steps"]) == (39062500, 477)
     assert (plan["steps_per_epoch"], plan["epochs"]) == (13, 39.0625)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_devices", "works"),
-    [
-        (["global_batch_size=30", "num_pipeline_repeats=2"], 8, "num_pipeline_repeats=1"),
-        (["global_batch_size=64", "ici_tensor_parallelism=4"], 6, "ici_tensor_parallelism=2"),
-        (
-            ["batch_size_schedule=0:100 1M:200", "ici_tensor_parallelism=4"],
-            6,
-            "ici_tensor_parallelism=2",
-        ),
-    ],
-)
-def test_a_mesh_that_does_not_work_leads_to_one_that_keeps_the_stated_batch(
-    overrides: list[str], num_devices: int, works: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"works: {works} batch_padding=true$"):
-        plan_of(overrides, num_devices)
 
 
 def test_a_mesh_that_does_not_work_leads_to_one_that_keeps_rows_times_passes() -> None:
@@ -212,301 +191,6 @@ def test_the_layout_is_axolotls_example() -> None:
 
 # --- rejections ---------------------------------------------------------------------------------------------
 
-# overrides; devices, hosts; what the message says of key, value and rule
-REJECTIONS: list[tuple[list[str], int, int, str]] = [
-    (["per_device_batch_size=0"], 1, 1, "per_device_batch_size=0: must be greater than 0"),
-    (["per_device_batch_size=-2"], 1, 1, "per_device_batch_size=-2: must be greater than 0"),
-    (
-        ["per_device_batch_size=0.3"],
-        4,
-        1,
-        "per_device_batch_size=0.3: x 4 devices = 1.2 must be a whole number",
-    ),
-    (
-        ["per_device_batch_size=1/3"],
-        4,
-        1,
-        "per_device_batch_size=1/3: x 4 devices = 4/3 must be a whole number",
-    ),
-    (
-        ["per_device_batch_size=0.5"],
-        4,
-        1,
-        "per_device_batch_size=0.5: x 4 devices = 2 must be divisible by the 4",
-    ),
-    (["gradient_accumulation_steps=0"], 1, 1, "gradient_accumulation_steps=0: must be at least 1"),
-    (
-        ["expansion_factor_real_data=0"],
-        4,
-        4,
-        "expansion_factor_real_data=0: must be -1, a whole number",
-    ),
-    (
-        ["expansion_factor_real_data=-2"],
-        4,
-        4,
-        "expansion_factor_real_data=-2: must be -1, a whole number",
-    ),
-    (
-        ["expansion_factor_real_data=2.5"],
-        4,
-        4,
-        "expansion_factor_real_data=2.5: above 1 it must be whole",
-    ),
-    (
-        ["expansion_factor_real_data=3"],
-        4,
-        4,
-        "expansion_factor_real_data=3: must divide the 4 hosts",
-    ),
-    (
-        ["expansion_factor_real_data=8"],
-        4,
-        4,
-        "expansion_factor_real_data=8: must divide the 4 hosts",
-    ),
-    (
-        ["expansion_factor_real_data=0.4"],
-        4,
-        4,
-        "expansion_factor_real_data=0.4: below 1 it must be 1 / a whole",
-    ),
-    (
-        ["expansion_factor_real_data=2/3"],
-        4,
-        4,
-        "expansion_factor_real_data=2/3: below 1 it must be 1 / a whole",
-    ),
-    (
-        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=3"],
-        4,
-        1,
-        "num_pipeline_microbatches=3: must be a multiple of the 2 pipeline stages",
-    ),
-    (
-        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=12"],
-        4,
-        1,
-        "num_pipeline_microbatches=12: the micro-batch of 64 must be divisible by 2 batch shards "
-        "x 12",
-    ),
-    (
-        ["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "per_device_batch_size=1/2"],
-        4,
-        1,
-        "per_device_batch_size=0.5: the micro-batch of 2 must be divisible by 2 batch shards x 4",
-    ),
-    (
-        ["num_pipeline_microbatches=0"],
-        1,
-        1,
-        "num_pipeline_microbatches=0: must be at least 1 (or -1)",
-    ),
-    (
-        [*RAMP, "per_device_batch_size=15"],
-        1,
-        1,
-        "per_device_batch_size_increment=4: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size=4"],
-        1,
-        1,
-        "per_device_batch_size_increment=4: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size=2"],
-        1,
-        1,
-        "per_device_batch_size_increment=4: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_increment=0"],
-        1,
-        1,
-        "per_device_batch_size_increment=0: must not be 0",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_increment=-5"],
-        1,
-        1,
-        "per_device_batch_size_increment=-5: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_increment=0.0001"],
-        1,
-        1,
-        "per_device_batch_size_increment=0.0001: increments",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_increment=3.5"],
-        1,
-        1,
-        "per_device_batch_size_increment=3.5: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_increment=0.7"],
-        4,
-        1,
-        "per_device_batch_size_increment=0.7: increments from",
-    ),
-    (
-        [*RAMP, "per_device_batch_size_start=0.3"],
-        4,
-        1,
-        "per_device_batch_size_increment=4: increments from",
-    ),
-    ([*RAMP, "global_rampup_samples=0"], 1, 1, "global_rampup_samples=0: must be at least 1"),
-    (
-        [
-            *RAMP,
-            "per_device_batch_size_start=0.5",
-            "per_device_batch_size_increment=0.5",
-            "per_device_batch_size=2",
-        ],
-        4,
-        1,
-        "per_device_batch_size_start=0.5: with per_device_batch_size_increment=0.5 every "
-        "micro-batch ahead",
-    ),
-    (
-        [
-            *RAMP,
-            "per_device_batch_size_start=3",
-            "per_device_batch_size_increment=-0.5",
-            "per_device_batch_size=0.5",
-        ],
-        4,
-        1,
-        "per_device_batch_size_start=3: with per_device_batch_size_increment=-0.5 every "
-        "micro-batch ahead",
-    ),
-    (
-        ["global_batch_size=30"],
-        4,
-        1,
-        "global_batch_size=30: must be divisible by 4 (the 4 batch shards)",
-    ),
-    (["global_batch_size=1"], 4, 1, "global_batch_size=1: must be divisible by 4"),
-    (
-        ["global_batch_size=32", "per_device_batch_size=1/2"],
-        4,
-        1,
-        "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples",
-    ),
-    (
-        ["global_batch_size=36", "ici_pipeline_parallelism=2"],
-        8,
-        1,
-        "global_batch_size=36: must be divisible by 8 (4 batch shards x 2 pipeline microbatches)",
-    ),
-    (
-        ["global_batch_size=32", "per_device_batch_size=8", "num_pipeline_microbatches=12"],
-        4,
-        1,
-        "num_pipeline_microbatches=12: 4 batch shards x 12 pipeline microbatches = 48 samples "
-        "must fit into one pass",
-    ),
-    (
-        [
-            "batch_size_schedule=0:48 100:96",
-            "per_device_batch_size=6",
-            "num_pipeline_microbatches=7",
-        ],
-        8,
-        1,
-        "num_pipeline_microbatches=7: 8 batch shards x 7 pipeline microbatches = 56 samples must "
-        "fit into one pass",
-    ),
-    (
-        ["global_batch_size=30", "per_device_batch_size=1/2"],
-        4,
-        1,
-        "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples",
-    ),
-    (
-        ["batch_size_schedule=0:6 100:8 2Kt:9"],
-        1,
-        1,
-        "batch_size_schedule=0:6 100:8 2Kt:9: thresholds must rise",
-    ),
-    (
-        ["batch_size_schedule=0:6 100:8 9000Kt:9"],
-        4,
-        1,
-        "every stage ahead must be divisible by 4 (the 4 batch shards), but stage 0 of 6, stage 2 "
-        "of 9 cannot",
-    ),
-    (["batch_size_schedule=8"], 1, 1, "batch_size_schedule=8: 8 must be SAMPLES:BATCH"),
-    (["batch_size_schedule=0:x"], 1, 1, "batch_size_schedule=0:x: 0:x must be SAMPLES:BATCH"),
-    (["batch_size_schedule=0:0"], 1, 1, "batch_size_schedule=0:0: 0:0 must be SAMPLES:BATCH"),
-    (
-        ["batch_size_schedule=5:8 10:16"],
-        1,
-        1,
-        "batch_size_schedule=5:8 10:16: must start at 0 samples",
-    ),
-    (["batch_size_schedule=0:8 10:16 10:32"], 1, 1, "thresholds must rise, 10:32 does not"),
-    (["batch_size_schedule=,"], 1, 1, "must be 1 to 10000 pairs SAMPLES:BATCH"),
-    (
-        ["per_device_batch_size=16", "global_batch_size=64", "gradient_accumulation_steps=3"],
-        1,
-        1,
-        "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree "
-        "with global_batch_size=64",
-    ),
-    (
-        ["batch_size_schedule=0:48 5:64", "gradient_accumulation_steps=3"],
-        1,
-        1,
-        "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree "
-        "with batch_size_schedule",
-    ),
-    (
-        ["batch_size_schedule=0:48 5:64", "global_batch_size=64"],
-        1,
-        1,
-        "global_batch_size=64: must agree with batch_size_schedule=0:48 5:64",
-    ),
-    (
-        ["steps=500", "train_samples=100"],
-        1,
-        1,
-        "steps=500: must agree with train_samples=100, stated beside it",
-    ),
-    (
-        ["eval_per_device_batch_size=0.5"],
-        4,
-        1,
-        "eval_per_device_batch_size=0.5: x 4 devices = 2 samples must be divisible by the 4 batch "
-        "shards",
-    ),
-    (
-        ["eval_per_device_batch_size=0.3"],
-        4,
-        1,
-        "eval_per_device_batch_size=0.3: x 4 devices = 1.2 samples must be",
-    ),
-    (
-        ["ici_pipeline_parallelism=4"],
-        6,
-        1,
-        "ici_pipeline_parallelism=4: the ici axes must multiply to the 6 devices",
-    ),
-    (
-        ["ici_pipeline_parallelism=4", "ici_fsdp_parallelism=1"],
-        6,
-        1,
-        "ici_pipeline_parallelism=4: the ici axes must",
-    ),
-    (
-        ["ici_tensor_parallelism=3"],
-        4,
-        1,
-        "ici_tensor_parallelism=3: the ici axes must multiply to the 4 devices",
-    ),
-]
-
 
 def plan_as_told(
     error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1
@@ -515,21 +199,6 @@ def plan_as_told(
     works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
     assert works
     plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60]
-)
-def test_a_rejection_is_one_line_with_a_value_that_works(
-    overrides: list[str], num_devices: int, num_hosts: int, said: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(overrides, num_devices, num_hosts)
-    message = str(caught.value)
-    assert said in message and "\n" not in message and len(message) < 500
-    plan_as_told(
-        caught.value, dict(override.split("=", 1) for override in overrides), num_devices, num_hosts
-    )
 
 
 def sizes(most: int) -> st.SearchStrategy[str]:
@@ -593,14 +262,6 @@ def test_what_is_named_in_place_of_batches_in_a_pipeline_works(
         plan_as_told(error, stated, num_devices)
 
 
-def test_all_stages_that_do_not_fit_are_named_at_once() -> None:
-    overrides = [*RAMP, "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5"]
-    with pytest.raises(
-        ConfigError, match=r"stage 1 \(6\), stage 3 \(10\), stage 5 \(14\) cannot; works: "
-    ):
-        plan_of([*overrides, "per_device_batch_size=4"], 4)
-
-
 def test_what_needs_no_devices_is_checked_without_them() -> None:
     for overrides in (
         ["expansion_factor_real_data=0"],
@@ -610,12 +271,6 @@ def test_what_needs_no_devices_is_checked_without_them() -> None:
         with pytest.raises(ConfigError):
             check_batch_keys(load_config(overrides=overrides).plan)
     check_batch_keys(load_config(overrides=["per_device_batch_size=0.3"]).plan)
-
-
-@pytest.mark.parametrize(("num_devices", "num_hosts"), [(4, 3), (2, 4), (0, 1), (1, 0)])
-def test_hosts_divide_the_devices(num_devices: int, num_hosts: int) -> None:
-    with pytest.raises(ConfigError, match=r"num_(devices|hosts)=\d: must .*; works: num_"):
-        plan_of([], num_devices, num_hosts)
 
 
 @pytest.mark.parametrize(

@@ -68,5 +68,3 @@ def test_plan_prints_the_checkpoint_period(capsys: pytest.CaptureFixture[str]) -
         "checkpoint period for 4 failures a day and 10 s per checkpoint (assumed): " in captured.out
     )
     assert "--save-seconds states it" in captured.err
-    assert main(["plan", "--save-seconds", "3"]) == 2
-    assert "--failures-per-day" in capsys.readouterr().err

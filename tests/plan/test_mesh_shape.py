@@ -130,46 +130,6 @@ def test_of_several_hosts_each_shares_out_its_own_devices_so_that_both_sides_spa
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_slices", "fractions", "said"),
-    [
-        (1, 1, ("0.5", "0.5"), "works: trainer_devices_fraction=1 sampler_devices_fraction=1"),
-        (
-            4,
-            1,
-            ("1/3", "0.5"),
-            "= 4/3 must be a whole number that leaves devices to the others; works: "
-            "trainer_devices_fraction=0.25",
-        ),
-        (
-            4,
-            1,
-            ("1", "0.5"),
-            "trainer_devices_fraction=1: x 4 devices = 4 must be .*; works: "
-            "trainer_devices_fraction=0.5",
-        ),
-        (
-            8,
-            2,
-            ("0.75", "0.25"),
-            "= 6 must be a whole number, or of slices of 4, that leaves .*; works: "
-            "trainer_devices_fraction=0.5",
-        ),
-        (
-            4,
-            1,
-            ("0.75", "0.5"),
-            "with trainer_devices_fraction=0.75 must be at most 1 together.*=0.25$",
-        ),
-    ],
-)
-def test_devices_that_cannot_be_shared_out_are_refused(
-    num_devices: int, num_slices: int, fractions: tuple[str, str], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        meshes(num_devices, num_slices, *apart(*fractions))
-
-
-@pytest.mark.parametrize(
     ("num_devices", "num_slices", "stated", "sizes"),
     [
         (4, 1, ("rollout_tensor_parallelism=2",), (2, 2)),
@@ -201,39 +161,3 @@ def test_the_devices_that_sample_are_copies_of_the_weights_times_the_devices_of_
     BatchPlan.from_config(
         load_config(overrides=["batch_size=8", *stated]), num_devices, num_slices=num_slices
     )
-
-
-@pytest.mark.parametrize(
-    ("num_slices", "stated", "said"),
-    [
-        (
-            1,
-            "rollout_tensor_parallelism=3",
-            "x rollout_data_parallelism must be the 8 devices that sample; works: "
-            "rollout_tensor_parallelism=[24]$",
-        ),
-        (
-            1,
-            "rollout_data_parallelism=4 rollout_tensor_parallelism=4",
-            "rollout_data_parallelism=4: x "
-            "rollout_tensor_parallelism=4 must be the 8 .*; works: rollout_data_parallelism=2$",
-        ),
-        (
-            1,
-            "rollout_data_parallelism=1",
-            "the 8 devices that share a copy .* must divide base_num_query_heads=4; "
-            "works: rollout_data_parallelism=2$",
-        ),
-        (
-            2,
-            "rollout_tensor_parallelism=8 dcn_data_parallelism=-1",
-            "a copy of the weights within a slice of 4; works: rollout_tensor_parallelism=4$",
-        ),
-    ],
-)
-def test_a_mesh_that_samples_and_does_not_fit_is_refused(
-    num_slices: int, stated: str, said: str
-) -> None:
-    overrides = ["batch_size=8", "base_num_query_heads=4", "base_num_kv_heads=4", *stated.split()]
-    with pytest.raises(ConfigError, match=said):
-        BatchPlan.from_config(load_config(overrides=overrides), 8, num_slices=num_slices)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch import BatchPlan, ConfigError, load_config
+from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
 
 
@@ -75,8 +75,3 @@ def test_a_ramp_of_which_an_earlier_stage_is_padded_shows_it_and_no_words_of_oth
     assert main(["plan", "batch_padding=true", *stated, "--words"]) == 0
     out = capsys.readouterr().out
     assert "padded" in out and "batch_padding=true" in out and "DeepSpeed" not in out
-
-
-def test_without_the_key_the_refusal_names_it_and_the_nearest_batch() -> None:
-    with pytest.raises(ConfigError, match=r"batch_padding=true.*works: global_batch_size=15"):
-        BatchPlan.from_config(load_config(overrides=["global_batch_size=16"]), num_devices=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
+from maxbatch import BatchPlan, RampupBatchManager, load_config
 from maxbatch.cli import main
 from maxbatch.config.keys import Part
 from maxbatch.config.loading import dump_config
@@ -92,57 +92,6 @@ def test_every_number_of_the_batch_is_planned(
     assert {name: numbers[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("override", "works"),
-    [
-        ("micro_batch_size=3", "micro_batch_size=4"),  # cuts a group
-        ("micro_batch_size=12", "micro_batch_size=8"),  # does not divide the pairs
-        ("micro_batch_size=64", "micro_batch_size=32"),  # more than there are
-        ("micro_batch_size=-4", "micro_batch_size=-1"),
-        ("train_micro_batch_size=3", "train_micro_batch_size=2"),
-        ("rollout_micro_batch_size=16", "rollout_micro_batch_size=8"),
-        ("per_device_batch_size=4", "batch_size=null, or per_device_batch_size left out"),
-        (
-            "gradient_accumulation_steps=2",
-            "batch_size=null, or gradient_accumulation_steps left out",
-        ),
-        ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
-        ("train_tokens=100", "train_tokens=null"),
-        ("max_prefill_predict_length=20", "max_target_length=40"),
-        ("num_minibatches=3", "num_minibatches=2"),
-        ("num_minibatches=4 steps=6", "steps=8"),
-        ("num_minibatches=4 micro_batch_size=16", "micro_batch_size=8"),
-        ("num_minibatches=8 --devices 8", "num_minibatches=4"),  # four pairs for eight devices
-        ("filter_groups=true num_generations=1", "num_generations=8"),
-        ("filter_groups=true train_samples=20", "train_samples=null steps=3"),
-        ("batch_size=6 --devices 5", "batch_size=5"),
-        ("micro_batch_size=4 batch_padding=true --devices 8", "micro_batch_size=8"),
-        ("max_prompts_per_batch=4 filter_groups=true", "max_prompts_per_batch=8"),
-    ],
-)
-def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
-    override: str, works: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", RL, *BATCH, *override.split()]) == 2
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")
-    ]
-    assert (
-        len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0]
-    ), lines
-
-
-def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
-    with pytest.raises(ConfigError, match=r"micro_batch_size=4: .* works: micro_batch_size=8"):
-        plan("micro_batch_size=4", devices=8)
-    too_many = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5")
-    # 8 x 4 pairs are not divisible by 6 devices; padding keeps them
-    works = "sampler_devices_fraction=0.25 batch_padding=true"
-    with pytest.raises(ConfigError, match=rf"sampler_devices_fraction=0.5.* works: {works}$"):
-        plan(*too_many, devices=8)
-    plan(*too_many, *works.split(), devices=8)
-
-
 def test_a_position_counts_prompts_and_moves_after_the_last_update_of_a_batch() -> None:
     config = load_config(RL, [*BATCH, "num_iterations=3", "steps=9"])
     manager = RampupBatchManager.from_config(config)
@@ -166,11 +115,6 @@ def test_the_config_of_a_run_says_the_same_again(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yml") == config
 
 
-def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", RL]) == 2
-    assert "works: batch_size=null" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", names_of(Part.PROMPT_BATCH))
 def test_keys_of_pairs_that_would_do_nothing_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -185,24 +129,6 @@ def test_keys_of_pairs_that_would_do_nothing_are_refused(
     assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, (
         "what rl.yml says is left, and said to be"
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "works"),
-    [
-        ("compiled_dir=programs", 'works: compiled_dir=""'),
-        ("dataset_type=text dataset_path=prompts.txt", "works: dataset_type=jsonl"),
-        ("dataset_type=jsonl dataset_path=prompts.jsonl", "works: warm_start_steps=0"),
-        ("reward=right", "is not module:function or FILE.py:function"),
-        ("prompt_template={", "not a template"),
-    ],
-)
-def test_plan_refuses_what_rl_refuses_before_it_reads_a_file(
-    override: str, works: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", RL, *override.split()]) == 2
-    error = capsys.readouterr().err
-    assert works in error and error.count("\n") == 1
 
 
 def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(

@@ -68,28 +68,6 @@ def test_a_share_of_the_peak_is_the_flops_of_an_update_over_it(
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--mfu", "1.5"], "--mfu 1.5: must be a number above 0, at most 1; works: --mfu 0.4"),
-        (
-            ["--mfu", "0.4"],
-            "--mfu 0.4: needs the peak of a device; works: --mfu 0.4 --topology v5p-128",
-        ),
-        (["--mfu", "0.4", "--step-seconds", "2"], "must not be given beside"),
-        (
-            ["batch_size=8", "--mfu", "0.4", "--topology", "v6e-8"],
-            "an update of reinforcement learning also samples",
-        ),
-    ],
-)
-def test_a_share_that_says_nothing_is_refused(
-    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
-    assert main(["plan", *argv]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_length_that_is_unknown_has_no_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from maxbatch import BatchPlan, ConfigError, LearningRate, load_config
+from maxbatch import BatchPlan, LearningRate, load_config
 from maxbatch.plan.batch import ResumePoint
 from maxbatch.plan.place import Place
 from maxbatch.plan.view import ramp_table
@@ -157,63 +157,3 @@ def test_a_resume_lists_no_stage_behind_it_whose_updates_are_unknown() -> None:
     assert [
         (one["global_batch_size"], one["num_steps"]) for one in resumed.to_dict()["stages"]
     ] == [(16, 49), (24, 0)]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("batch_size_schedule=seesaw 64",), "a whole factor of at least 2; works: .*seesaw 256 2"),
-        (("batch_size_schedule=seesaw 64 1",), "a whole factor of at least 2"),
-        (
-            ("batch_size_schedule=seesaw 64 2", "learning_rate_schedule=constant"),
-            "works: learning_rate_schedule=cosine",
-        ),
-        (
-            (
-                "batch_size_schedule=seesaw 64 2",
-                "learning_rate_schedule=wsd",
-                "wsd_decay_steps_fraction=0",
-            ),
-            "learning_rate_schedule=wsd never falls; works: learning_rate_schedule=cosine",
-        ),
-        (
-            ("batch_size_schedule=seesaw 64 3", "learning_rate_final_fraction=0.4"),
-            "below 1/3 of its peak, .*=cosine falls to 0.4 of its peak; works: "
-            "learning_rate_final_fraction=0",
-        ),
-        (
-            (
-                "batch_size_schedule=seesaw 64 2",
-                "learning_rate_final_fraction=1",
-                "learning_rate_schedule=constant",
-            ),
-            "works: learning_rate_schedule=cosine learning_rate_final_fraction=0",
-        ),
-        (
-            ("batch_size_schedule=seesaw 64 2", "warmup_steps_fraction=1"),
-            "works: warmup_steps_fraction=0.1",
-        ),
-        (
-            ("batch_size_schedule=seesaw 64 2", "learning_rate_scaling=sqrt"),
-            "works: learning_rate_scaling=none",
-        ),
-        (
-            ("batch_size_schedule=seesaw 64 2", "steps=100"),
-            "length in samples or tokens.*works: train_samples=8769",
-        ),
-    ],
-)
-def test_a_seesaw_without_a_falling_rate_or_a_length_in_data_is_refused(
-    overrides: tuple[str, ...], message: str
-) -> None:
-    stated = overrides if "steps=100" in overrides else (*FALLING, *overrides)
-    with pytest.raises(ConfigError, match=message) as caught:
-        BatchPlan.from_config(load_config(overrides=list(stated)))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_seesaw_that_the_devices_cannot_hold_names_one_that_works() -> None:
-    config = load_config(overrides=[*FALLING, "batch_size_schedule=seesaw 60 2"])
-    with pytest.raises(ConfigError, match=r"works: .*seesaw 64 2") as caught:
-        BatchPlan.from_config(config, num_devices=8)
-    assert "60" in str(caught.value)

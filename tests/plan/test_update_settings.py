@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
+from maxbatch import BatchPlan, RampupBatchManager, load_config
 from maxbatch.cli import main
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 
@@ -75,43 +75,6 @@ def test_tokens_of_an_update_are_those_of_its_real_rows() -> None:
     first, last = (settings_at(s, *RAMP, "adam_b1_half_life=6725.5t") for s in (0, 19968))
     assert first.adam_b1_halvings == pytest.approx(64 * 256 / 6725.5, rel=1e-12)
     assert last.adam_b1_halvings == pytest.approx(32 * 256 / 6725.5, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("adam_b2_half_life=2Mt", "adam_b2=0.95"),
-            "adam_b2_half_life=2Mt: must not be stated beside adam_b2=0.95",
-        ),
-        (
-            ("weight_decay_timescale=1run", "adam_weight_decay=0"),
-            "must not be stated beside adam_weight_decay",
-        ),
-        (
-            ("adam_b2=null",),
-            "adam_b2=null: must be a number unless adam_b2_half_life is stated; works: "
-            "adam_b2=0.95",
-        ),
-        (("adam_b1_half_life=0.5t",), "from 1 to .*works: adam_b1_half_life=2Mt"),
-        (("adam_b1_half_life=1.0run",), "works: adam_b1_half_life=2Mt"),
-        (
-            ("parameter_average_half_life=0.9",),
-            "from 1 to .*works: parameter_average_half_life=2Mt",
-        ),
-        (("weight_decay_timescale=soon",), "works: weight_decay_timescale=1.0run"),
-        (
-            ("adam_b1_half_life=2Mt", "adam_scaling=sde", "learning_rate_scaling=sqrt"),
-            "beside adam_scaling=sde",
-        ),
-    ],
-)
-def test_a_bad_statement_is_one_line_and_names_what_works(
-    overrides: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_config(overrides=list(overrides))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_higher_layer_displaces_the_other_statement_of_a_lower_one(tmp_path) -> None:

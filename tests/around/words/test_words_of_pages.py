@@ -16,7 +16,6 @@ import pytest
 from maxbatch.around.words import look_up
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import hint
-from tests.helpers.configs import error_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "batch-size.md"
 # Names of functions and of what a command prints, which nobody can set.
@@ -218,27 +217,3 @@ def test_every_identifier_of_the_page_on_batches_has_an_answer() -> None:
         for word in sorted(identifiers - NOT_SETTINGS)
         if word not in KEYS and not look_up(word)
     ] == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "works"),
-    [
-        (("micro_batch_size=16",), "per_device_batch_size=16 micro_batch_size=-1"),
-        (
-            ("micro_batch_size=16", "ici_tensor_parallelism=4"),
-            "per_device_batch_size=4 micro_batch_size=-1",
-        ),
-        (("micro_batch_size=16", "per_device_batch_size=4"), "micro_batch_size=-1"),
-        (("micro_batch=16", "dcn_tensor_parallelism=2"), "per_device_batch_size=8"),
-        (("warmup_steps=30", "max_steps=600"), "warmup_steps_fraction=0.05 steps=600"),
-        (("min_lr=1e-5", "learning_rate=1e-4"), "learning_rate_final_fraction=0.1"),
-        (("batch_size=32", "num_generations=4", "effective_batch_size=64"), "batch_size=16"),
-        (("batch_size=32", "train_batch_size=16"), "batch_size=16"),
-        (("batch_size=32", "num_iterations=2", "num_batches=4"), "steps=8"),
-        (("batch_size=32", "num_minibatches=4", "num_batches=4"), "steps=16"),
-        (("batch_size=32", "ppo_mini_batch_size=8"), "num_minibatches=4"),
-        (("num_batches=4",), "steps=4"),
-    ],
-)
-def test_a_hint_states_the_value(overrides: tuple[str, ...], works: str) -> None:
-    assert error_of(overrides=overrides).endswith(f"; works: {works}")
