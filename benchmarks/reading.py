@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from maxbatch.around.huggingface.arrays.tensors import parameter_places, tensor_shapes
-from maxbatch.around.huggingface.folder.config_export import config_json
+from maxbatch.around.huggingface.folder.model_fields import config_json
 from maxbatch.config.loading import load_config
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.storage.safetensors import write_tensors

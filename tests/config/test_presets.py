@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import BatchPlan, load_config
-from maxbatch.around.huggingface.folder.config_json import model_keys
+from maxbatch.around.huggingface.folder.model_fields import model_keys
 from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import KEYS
 from tests.helpers.published_models import PUBLISHED

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.around.huggingface.folder.config_export import config_json
-from maxbatch.around.huggingface.folder.config_json import model_keys
+from maxbatch.around.huggingface.folder.model_fields import config_json, model_keys
 from maxbatch.families.matrices import active_model_size, model_size
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.rope import RopeKeys, Ropes, apply_rope

@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.around.huggingface.folder.config_export import config_json
-from maxbatch.around.huggingface.folder.config_json import model_keys
+from maxbatch.around.huggingface.folder.model_fields import config_json, model_keys
 from maxbatch.families.cycle import cycle_of, places_of_shared_keys
 from maxbatch.families.matrices import model_size, parameters
 from maxbatch.model.flops import model_flops_per_token

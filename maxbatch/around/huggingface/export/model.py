@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.around.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
-from maxbatch.around.huggingface.folder.config_export import TOKEN_IDS, config_json
 from maxbatch.around.huggingface.folder.config_json import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -21,6 +20,7 @@ from maxbatch.around.huggingface.folder.config_json import (
     is_huggingface_folder,
     read_config_json,
 )
+from maxbatch.around.huggingface.folder.model_fields import TOKEN_IDS, config_json
 from maxbatch.config.hub import folder_of
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path

@@ -96,9 +96,10 @@ def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None
         name = own_names.get(field, field)
         return ConfigError(f"{where}: {name}={shown(repr(value))}: must be {rule}")
 
-    for field in _WHOLE.keys() & {name for name, value in stated.items() if value is not None}:
-        if type(stated[field]) is not int or not 0 <= stated[field] <= _WHOLE[field]:
-            raise refuse(field, stated[field], f"a whole number from 0 to {_WHOLE[field]}")
+    for field, most in _WHOLE.items():
+        value = stated.get(field)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise refuse(field, value, f"a whole number from 0 to {most}")
     for field in (*_REAL, *_TEXT, *_OBJECTS, *_NUMBERS, "layer_types"):
         value = stated.get(field)
         if value is None:

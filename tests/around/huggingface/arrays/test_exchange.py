@@ -18,7 +18,7 @@ from maxbatch import load_config
 from maxbatch.around.huggingface.arrays.exchange import adder_of, exchange_of, read_shared
 from maxbatch.around.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.around.huggingface.arrays.tensors import parameter_places, tensor_shapes
-from maxbatch.around.huggingface.folder.config_export import config_json
+from maxbatch.around.huggingface.folder.model_fields import config_json
 from maxbatch.cli import main
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh

@@ -13,8 +13,8 @@ import pytest
 
 from maxbatch.around.huggingface.arrays.tensors import parameter_places, tensor_shapes
 from maxbatch.around.huggingface.export.model import export_model
-from maxbatch.around.huggingface.folder.config_export import config_json
-from maxbatch.around.huggingface.folder.config_json import model_keys, read_config_json
+from maxbatch.around.huggingface.folder.config_json import read_config_json
+from maxbatch.around.huggingface.folder.model_fields import config_json, model_keys
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
