@@ -56,8 +56,8 @@ class Setting:
     def devices_of_replica(self) -> int | None:
         """Devices per model replica; None if it depends on the machine."""
         sizes = [self.values.get(axis) for axis in _MODEL_AXES]
-        stated = [size for size in sizes if isinstance(size, int) and size > 0]
-        return math.prod(stated) if len(stated) == len(sizes) else None
+        splitting = [size for size in sizes if isinstance(size, int) and size > 0]
+        return math.prod(splitting) if len(splitting) == len(sizes) else None
 
     @property
     def slots_per_sample(self) -> int | None:
@@ -84,17 +84,19 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     if word == "max_duration":
         return of_duration(text)
     convert, value = _CONVERSIONS.get(word), read_number(text)
-    found = convert(value, setting) if convert and value else None
-    return None if found is None else {name: text_of(number) for name, number in found.items()}
+    settings = convert(value, setting) if convert and value else None
+    return (
+        None if settings is None else {name: text_of(number) for name, number in settings.items()}
+    )
 
 
 def record_fields(names: Mapping[str, str]) -> str | None:
     """Returns `record_fields` for their names by our fields, without those of one name; None if it
     cannot hold one.
     """
-    others = {ours: theirs.strip() for ours, theirs in names.items() if theirs.strip() != ours}
+    others = {field: name.strip() for field, name in names.items() if name.strip() != field}
     text = (
-        "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in others.items()) + "}"
+        "{" + ", ".join(f"{field}: {name}" for field, name in others.items()) + "}"
         if others
         else ""
     )
@@ -208,8 +210,10 @@ def _last_rate(value: Fraction, setting: Setting) -> _Found:
 
 
 def _batches(value: Fraction, setting: Setting) -> _Found:
-    passes, parts = setting.number("num_iterations"), setting.number("num_minibatches")
-    updates = passes * parts if setting.is_of_prompts and passes and parts else Fraction(1)
+    passes, minibatches = setting.number("num_iterations"), setting.number("num_minibatches")
+    updates = (
+        passes * minibatches if setting.is_of_prompts and passes and minibatches else Fraction(1)
+    )
     return {"steps": value * updates} if value.denominator == 1 else None
 
 

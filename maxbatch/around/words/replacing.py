@@ -49,12 +49,12 @@ def three_batches(batch: int, hosts: int | None) -> str:
 
 
 def _rampup(
-    text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]
+    text: str, known_texts: Mapping[str, str], rest: Sequence[Mapping[str, str]]
 ) -> Mapping[str, str] | None:
     """Returns the setting for Megatron-LM's ramp, if the final batch is stated beside it."""
     batches = [
         settings["global_batch_size"]
-        for settings in (own, *rest)
+        for settings in (known_texts, *rest)
         if "global_batch_size" in settings
     ]
     numbers = [*re.findall(r"\d{1,12}", text), *batches[-1:]]
@@ -65,11 +65,12 @@ def _rampup(
 
 
 def _settings(
-    unknown: Sequence[Entry], settled: Settled, own: Mapping[str, str], machine: Machine
+    unknown: Sequence[Entry], settled: Settled, known_texts: Mapping[str, str], machine: Machine
 ) -> tuple[Setting, str]:
     """Returns the config without the unknown entries, and the settings that replace them, if all
     can be replaced.
     """
+    # The settings in place of each entry, by its name; none yet.
     place_of: dict[str, Mapping[str, str]] = {entry.name: {} for entry in unknown}
     setting = Setting(settled(place_of) or {}, machine.devices, machine.hosts)
     rows = {
@@ -82,6 +83,8 @@ def _settings(
             name: row._replace(here="-") if row and row.word == _EPOCHS else row
             for name, row in rows.items()
         }
+
+    # Our keys under another spelling, or in a block.
     for entry in unknown:
         row = rows[entry.name]
         key = key_in_block(entry.name, [row] if row else []) or (
@@ -91,7 +94,9 @@ def _settings(
         if key in KEYS:
             place_of[entry.name] = {key: entry.text}
     setting = dataclasses.replace(setting, values=settled(place_of) or setting.values)
-    batch = together(words, own, setting)
+
+    # The batch and the machine, which several words state together.
+    batch = together(words, known_texts, setting)
     if batch is None:
         return setting, ""
     for entry in unknown:
@@ -102,6 +107,8 @@ def _settings(
     setting = dataclasses.replace(
         setting, values=without_rest, devices=batch.devices, hosts=batch.hosts
     )
+
+    # The fields of records: all words in one setting.
     fields = {
         FIELD_OF[row.word]: entry.text
         for entry in unknown
@@ -112,6 +119,8 @@ def _settings(
         place_of |= {
             e.name: named for e in unknown if (row := rows[e.name]) and row.word in FIELD_OF
         }
+
+    # Words with a conversion of their own.
     for entry in unknown:
         row = rows[entry.name]
         if (
@@ -127,41 +136,60 @@ def _settings(
             and (by_value := converted(row.word, entry.text, setting))
         ):
             place_of[entry.name] = by_value
+
+    # A ramp needs the final batch, whichever word stated it; it then has the place of that word.
     for entry in unknown:
         row = rows[entry.name]
         if (
             row
             and row.word == "rampup_batch_size"
-            and (ramp := _rampup(entry.text, own, list(place_of.values())))
+            and (ramp := _rampup(entry.text, known_texts, list(place_of.values())))
         ):
-            place_of |= {name: {} for name, ours in place_of.items() if "global_batch_size" in ours}
+            place_of |= {
+                name: {} for name, settings in place_of.items() if "global_batch_size" in settings
+            }
             place_of[entry.name] = ramp
         elif not place_of[entry.name] and not (
             row and (row.is_ignored or row.word in batch.settings)
         ):
             return setting, ""
-    has_type = setting.values.get("dataset_type") != "python_stdlib" or "dataset_type" in own
+
+    # A path of data needs the type that reads it.
+    has_type = (
+        setting.values.get("dataset_type") != "python_stdlib" or "dataset_type" in known_texts
+    )
     for entry in unknown:
-        row, ours = rows[entry.name], place_of[entry.name]
-        if ours.get("dataset_path") and not has_type:
+        row, settings = rows[entry.name], place_of[entry.name]
+        if settings.get("dataset_path") and not has_type:
             likely = "megatron" if row and row.whose == ("megatron",) else likely_type(entry.text)
-            place_of[entry.name] = {**ours, "dataset_type": likely}
-    stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
-    # states the batch of prompts again, to replace it
-    beside = {} if setting.is_of_prompts else dict(own)
+            place_of[entry.name] = {**settings, "dataset_type": likely}
+    replacing = [(name, text) for settings in place_of.values() for name, text in settings.items()]
+
+    # Two words may not state one key differently, nor contradict a key stated beside them. A batch
+    # of prompts is stated again, to replace it.
+    beside = {} if setting.is_of_prompts else dict(known_texts)
     if any(row and row.word in OF_LOSS for row in rows.values()):
         beside.pop("learning_rate", None)  # stated again, for the mean
     if OF_OLMO in words:
         beside.pop("global_batch_size", None)  # stated again, in tokens
-    if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
+    if any(
+        dict(replacing)[name] != text or beside.get(name, text) != text for name, text in replacing
+    ):
         return setting, ""
+
     values = settled(place_of)
     flags = (
         None if values is None or not _reads_its_data(values) else _flags(values, setting, machine)
     )
-    added = {name: text for name, text in stated if own.get(name) != text}
-    found = [*(f"{name}={shlex.quote(text)}" for name, text in added.items()), *(flags or [])]
-    return setting, f"; works: {' '.join(found)}" if flags is not None and found else ""
+    added = {name: text for name, text in replacing if known_texts.get(name) != text}
+    words_to_type = [
+        *(f"{name}={shlex.quote(text)}" for name, text in added.items()),
+        *(flags or []),
+    ]
+    return (
+        setting,
+        f"; works: {' '.join(words_to_type)}" if flags is not None and words_to_type else "",
+    )
 
 
 def _reads_its_data(values: Mapping[str, Value]) -> bool:
@@ -210,9 +238,13 @@ class Words(ForeignWords):
         return batch.settings.get(key, {}) if batch else {}
 
     def replacement(
-        self, unknown: Sequence[Entry], settled: Settled, own: Mapping[str, str], machine: Machine
+        self,
+        unknown: Sequence[Entry],
+        settled: Settled,
+        known_texts: Mapping[str, str],
+        machine: Machine,
     ) -> Replacement:
-        setting, works = _settings(unknown, settled, own, machine)
+        setting, works = _settings(unknown, settled, known_texts, machine)
         return Replacement(setting.is_of_prompts, works)
 
     def import_command(self, unknown: Sequence[Entry], file: str | None) -> str:

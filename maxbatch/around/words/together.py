@@ -83,27 +83,31 @@ class Together(NamedTuple):
     hosts: int | None
 
 
-def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting) -> Together | None:
+def together(
+    words: Mapping[str, str], known_texts: Mapping[str, str], setting: Setting
+) -> Together | None:
     """Returns the batch and the machine that follow from words; None if the words contradict each
     other.
 
     Args:
       words: texts by word; words of neither a batch nor a machine are ignored.
-      own: texts of our keys stated beside them.
+      known_texts: texts of our keys stated beside them.
       setting: the config and the machine.
     """
-    stated: dict[str, tuple[str, Fraction]] = {}
+    quantities: dict[str, tuple[str, Fraction]] = {}
     for word, text in words.items():
         is_tokens = word == OF_NANOCHAT[1] and OF_NANOCHAT[0] in words
         quantity, value = "tokens" if is_tokens else _quantity(word), read_number(text)
         if quantity and value and (quantity in _OF_MACHINE or not setting.is_of_prompts):
-            stated[word] = quantity, value
-    if not stated:
+            quantities[word] = quantity, value
+    if not quantities:
         return Together({}, setting.devices, setting.hosts)
-    of_olmo = read_number(own.get("global_batch_size", "")) if OF_OLMO in stated else None
+    of_olmo = (
+        read_number(known_texts.get("global_batch_size", "")) if OF_OLMO in quantities else None
+    )
     if of_olmo:
-        own = {**own, "global_batch_size": f"{text_of(of_olmo)}t"}
-    facts = [*stated.values(), *_facts(own, setting)]
+        known_texts = {**known_texts, "global_batch_size": f"{text_of(of_olmo)}t"}
+    facts = [*quantities.values(), *_facts(known_texts, setting)]
     known = _solved(facts)
     if known is not None and "devices_of_host" in known and "hosts" not in known:
         known = _solved([*known.items(), ("hosts", Fraction(1))])
@@ -115,14 +119,17 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
         known = _solved([*known.items(), *_as_configured(known, setting)])
     if known is None:
         return None
-    ours = {word: _ours(quantity, known) for word, (quantity, _) in stated.items()}
-    settings = {word: found for word, found in ours.items() if found is not None}
+    settings_of = {word: _ours(quantity, known) for word, (quantity, _) in quantities.items()}
+    settings = {word: texts for word, texts in settings_of.items() if texts is not None}
     if "length" in known:
         settings = _in_one_unit(
-            settings, {word for word, (name, _) in stated.items() if name == "tokens"}
+            settings, {word for word, (name, _) in quantities.items() if name == "tokens"}
         )
     if of_olmo and OF_OLMO in settings:
-        settings[OF_OLMO] = {"global_batch_size": own["global_batch_size"], **settings[OF_OLMO]}
+        settings[OF_OLMO] = {
+            "global_batch_size": known_texts["global_batch_size"],
+            **settings[OF_OLMO],
+        }
     return Together(settings, _count(known, "devices"), _count(known, "hosts"))
 
 
@@ -136,13 +143,13 @@ def _in_one_unit(
     """
     key = "global_batch_size"
     batches = (
-        found[key] for word, found in settings.items() if word not in token_words and key in found
+        texts[key] for word, texts in settings.items() if word not in token_words and key in texts
     )
     batch = next(batches, None)
     if batch is None:
         return dict(settings)
     return {
-        word: {key: batch} if word in token_words else found for word, found in settings.items()
+        word: {key: batch} if word in token_words else texts for word, texts in settings.items()
     }
 
 
@@ -152,7 +159,7 @@ def _quantity(word: str) -> str | None:
     return _QUANTITY.get(word, same)
 
 
-def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Fraction]]:
+def _facts(known_texts: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Fraction]]:
     """Yields quantities from the machine, the mesh, and our keys beside the words."""
     machine = {
         "devices": setting.devices,
@@ -163,10 +170,10 @@ def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Frac
     if length := setting.slots_per_sample:
         yield "length", Fraction(length)
     if not setting.is_of_prompts:
-        texts = ((quantity, own.get(key, "")) for key, quantity in _OF_KEY.items())
+        texts = ((quantity, known_texts.get(key, "")) for key, quantity in _OF_KEY.items())
         yield from ((quantity, value) for quantity, text in texts if (value := read_number(text)))
-        if own.get("global_batch_size", "").endswith("t") and (
-            tokens := in_tokens(own["global_batch_size"])
+        if known_texts.get("global_batch_size", "").endswith("t") and (
+            tokens := in_tokens(known_texts["global_batch_size"])
         ):
             yield "tokens", tokens
 
@@ -175,11 +182,13 @@ def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fract
     """Yields quantities of the config's batch if the words state none."""
     if "batch" not in known:
         batch = setting.number("global_batch_size")
-        own = {"batch": batch} if batch else {
+        quantities = {"batch": batch} if batch else {
             quantity: setting.number(key) for key, quantity in _OF_KEY.items() if quantity != "batch"
         }  # fmt: skip
         yield from (
-            (quantity, value) for quantity, value in own.items() if value and quantity not in known
+            (quantity, value)
+            for quantity, value in quantities.items()
+            if value and quantity not in known
         )
 
 
@@ -188,14 +197,14 @@ def _solved(facts: _Facts) -> _Known | None:
     whole.
     """
     known: dict[str, Fraction] = {}
-    found = list(facts)
-    while found:
-        for name, value in found:
+    facts_to_add = list(facts)
+    while facts_to_add:
+        for name, value in facts_to_add:
             if known.setdefault(name, value) != value or (
                 name in _WHOLE and value.denominator != 1
             ):
                 return None
-        found = [
+        facts_to_add = [
             fact
             for product in _PRODUCTS
             for fact in _follows(product, known)
