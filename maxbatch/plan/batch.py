@@ -172,19 +172,24 @@ class BatchPlan:
                 "evaluate scores checkpoints"
             )
             raise Refusal(config, "eval_tasks", rule, {"eval_tasks": ""})
+
         e = expansion_factor(config, num_hosts, resume)
         check_model_fits(config, meshes.training)
         check_sampler_fits(config, meshes.sampling)
         check_attention(config, meshes.training.sizes["context"])
+
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(
             config, unit, rl, samples_per_epoch, resume.step, resume.place
         )
+
+        # The plan's numbers are those of the last stage.
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:
             total = samples_per_epoch = None  # the prompts read are known only afterwards
+
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
         slots = config.slots_per_sample
         pipeline_parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
@@ -192,6 +197,7 @@ class BatchPlan:
         epoch_batches = samples_per_epoch and -(
             -samples_per_epoch * manager.rows_per_sample // batch
         )
+
         is_ramp, ramp = len(manager.stages) > 1, config.ramp.enable_rampup_batch_size and not rl
         return cls(
             num_devices=meshes.num_devices,
@@ -373,11 +379,14 @@ def _rows_per_loading_host(
     batch = stage.global_batch_size
     if e > 1:
         return batch * e / num_hosts
-    # of one slice, the devices of all axes follow one another
+
+    # Neighbouring devices along the other axes hold the same rows. On one slice the devices of all
+    # axes are neighbours; over slices those of the ici axes are.
     near = mesh.ici if mesh.num_slices > 1 else mesh.sizes
-    together = math.prod(size for axis, size in near.items() if axis not in BATCH_AXES)
-    shards = min(mesh.batch_shards, -(-mesh.num_devices // num_hosts // together))
-    # in one pass
+    devices_per_shard = math.prod(size for axis, size in near.items() if axis not in BATCH_AXES)
+    shards = min(mesh.batch_shards, -(-mesh.num_devices // num_hosts // devices_per_shard))
+
+    # Padding ends the last pass, so the shards of the first host are full in all others.
     of_host = Fraction(stage.micro_batch_size_to_train_on * shards, mesh.batch_shards)
     full_passes = stage.gradient_accumulation_steps - 1
     in_last = Fraction(batch - full_passes * stage.micro_batch_size_to_train_on)

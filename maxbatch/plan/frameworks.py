@@ -43,6 +43,7 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     keras = f"fit(batch_size={micro})" + (f" gradient_accumulation_steps={g}" if g > 1 else "")
     trainer = f"per_device_train_batch_size={rows} gradient_accumulation_steps={g}"
     axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
+
     if plan.rl:
         return _of_prompts(plan, plan.rl)
     if _is_padded(plan):
@@ -99,6 +100,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
         f"{actor}mini_batch_size={rl.minibatch_size} {actor}micro_batch_size_per_gpu={rows} "
         f"{actor}epochs={iterations}"
     )
+
     settings = f"{sizes} micro_batch_size={rl.micro_batch_size}"
     settings += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
     most = rl.max_prompts_per_batch
@@ -109,6 +111,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
         else "effective_batch_size"
     )
     settings += " batch_padding=true" if _is_padded(plan) else ""
+
     frameworks = [FrameworkSettings("maxbatch", settings, f"{update}={pairs}")]
     if _is_padded(plan):
         return tuple(frameworks)  # no other framework pads a batch
@@ -120,6 +123,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
         words = f"{axolotl}trl.num_iterations: {iterations}"
         frameworks.append(FrameworkSettings("Axolotl (rl: grpo)", words, f"completions={pairs}"))
     if not rl.off_policy_steps and (not most or most % rl.batch_size == 0):
+        # verl bounds whole batches of prompts, so only such a bound has a setting there
         filters = "algorithm.filter_groups."
         verl += (
             f" {filters}enable=true {filters}max_num_gen_batches={most // rl.batch_size}"
@@ -262,5 +266,6 @@ def _decimal(rows: int, devices: int) -> str:
     value = plain_number(Fraction(rows, devices))
     if isinstance(value, Fraction):
         value = rows / devices
+        # MaxText computes int(value * devices): a float just below the quotient would lose a row
         value = value if int(value * devices) == rows else math.nextafter(value, math.inf)
     return str(value)

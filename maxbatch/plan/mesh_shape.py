@@ -128,6 +128,7 @@ class RunMeshes(NamedTuple):
         is_shared = all(exact(config[share]) == 1 for share in _SHARES)
         counts, slices = (num_devices, num_devices), (num_slices, num_slices)
         if samples and not is_shared:
+            # Hosts and slices are alike: divide the devices of one, and count the others with it.
             divisions = math.lcm(num_hosts, num_slices) if num_hosts > 1 else 1
             per_slice = num_devices // max(divisions, num_slices)
             counts = _shared_out(config, num_devices // divisions, per_slice, of_host=divisions > 1)
@@ -179,7 +180,8 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
         room = _room(config, axis)
         for net, size in (("dcn", shape.dcn[axis]), ("ici", shape.ici[axis])):
             fits = math.gcd(size, room)
-            room //= fits
+            room //= fits  # the ici axis divides what the dcn axis leaves
+            # The devices that the axis gives up need another axis; one of -1 takes them by itself.
             takes_rest = all(config[axis_key(net, other)] != -1 for other in AXES if other != axis)
             rest = {axis_key(net, _TAKES_REST[net]): -1} if takes_rest else {}
             works |= {axis_key(net, axis): fits, **rest} if fits != size else {}
@@ -311,12 +313,14 @@ def _misfit(
     """
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
+    # One axis is enough where the sizes of the others divide the devices.
     for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
         limit, remainder = divmod(total, math.prod(sizes[a] for a in AXES if a not in (axis, rest)))
         if remainder == 0:
             of_model = _room(config, axis) if axis in _SPLIT else limit
             size = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
             return Refusal(config, axis_key(net, axis), rule, {axis_key(net, axis): size})
+
     takes_rest = rest or _TAKES_REST[net]
     works = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
     works |= {} if rest else {axis_key(net, takes_rest): -1}
@@ -348,7 +352,10 @@ def _shared_out(
     """
     of_each_host = " of each host" if of_host else ""
     if num_devices == 1:
-        rule = f"must be 1, and {_SHARES[1]} too, since the one device{of_each_host} trains and samples"
+        rule = (
+            f"must be 1, and {_SHARES[1]} too, since the one device{of_each_host} trains and "
+            "samples"
+        )
         raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))
     counts = {name: exact(config[name]) * num_devices for name in _SHARES}
     for name, count in counts.items():

@@ -122,6 +122,7 @@ def split_stages(
     unheld = [i for i in range(current, len(stages)) if not stages[i].micro_batch]
     if not unheld:
         return stages
+
     batches = stated_batches(config)
     if config.ramp.enable_rampup_batch_size:
         raise _unheld_ramp(config, unit, unheld)
@@ -149,7 +150,7 @@ def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSt
 
     Every pass then has a real row. A stage whose passes are stated is split as without padding.
     """
-    most = most_rows // unit.rows * unit.rows
+    most = most_rows // unit.rows * unit.rows  # rows of a pass, in whole units
     if stage.micro_batch is not None or not most:
         return _split(stage, most_rows, unit)
     batch = int(stage.batch)
@@ -177,11 +178,14 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     micro, shards = p * unit.num_devices, unit.batch_shards
     key, works = "per_device_batch_size", nearest_multiple(p, unit.rows_per_device, MOST_ROWS)
     product = f"x {unit.num_devices} devices = {in_words(micro)}"
+
     if micro.denominator != 1:
         return Refusal(config, key, f"{product} must be a whole number of samples", {key: works})
     if micro % shards:
         rule = f"{product} must be divisible by the {shards} batch shards"
         return Refusal(config, key, rule, {key: works}, _padded_batch(config, int(micro), unit))
+
+    # The devices divide the micro-batch, its pipeline microbatches do not.
     pipeline_parts = nearest_divisor(
         int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages
     )
@@ -235,6 +239,8 @@ def _unheld_batches(
     most_rows = math.floor(pass_rows(config, unit.num_devices))
     rows_key, parts_key = "per_device_batch_size", "num_pipeline_microbatches"
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
+
+    # Other pipeline microbatches, if some hold every batch: they keep the stated batches.
     common = math.gcd(*(batch for _, batch in batches[current:]))
     if (
         config[parts_key] != -1
@@ -250,12 +256,16 @@ def _unheld_batches(
         nearest = nearest_divisor(units, unit.num_pipeline_microbatches // pipeline) or 1
         works = pipeline * (nearest if nearest <= most else largest_divisor(units, most))
         return Refusal(config, parts_key, rule, {parts_key: works})
+
+    # More rows per device, if a pass is smaller than a unit.
     if most_rows < unit.rows:
         rule = (
             f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass "
             f"({unit})"
         )
         return Refusal(config, rows_key, rule, {rows_key: unit.rows_per_device})
+
+    # Else the nearest batches that are multiples of the unit. Stages behind the run stay as stated.
     divisible = f"must be divisible by {unit.rows} ({unit})"
     rule = f"{divisible} unless batch_padding=true"
     nearest_batches = [
@@ -275,6 +285,7 @@ def _unheld_batches(
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.slots_per_sample)
         if seesaw := Seesaw.if_stated(config):
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
+
     remedy: dict[str, Value] = {key: batch}
     if unit.rows > MOST_SAMPLES:
         remedy = {parts_key: -1}

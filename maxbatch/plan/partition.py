@@ -77,12 +77,16 @@ def partition(
             for axis in PARAMETER_RULES[name]
             if not any(axis in axes for axes in axes_of_dimensions)
         )
+        # Axes of one device are left out, so that such a mesh has the partition of one without them.
         wanted = tuple(axis for axis in wanted if axis != "expert" or sizes["expert"] > 1)
         if sizes["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
+        # Drop axes from the last on, until the rest divides the dimension.
         while wanted and size % math.prod(sizes[axis] for axis in wanted):
             wanted = wanted[:-1]
         axes_of_dimensions.append(wanted)
+
+    # The fsdp axis takes another dimension where it divides none of its own.
     if "embed" in names and not any("fsdp" in axes for axes in axes_of_dimensions):
         whole = [
             (size, i)

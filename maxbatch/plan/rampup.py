@@ -90,11 +90,8 @@ class RampupBatchManager:
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
-    num_minibatches: (
-        # updates that a batch is cut into; the batch is used updates_per_batch / num_minibatches
-        # times
-        int
-    )
+    # updates that a batch is cut into; a batch is used updates_per_batch / num_minibatches times
+    num_minibatches: int
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
     learning_rate_scales: tuple[float, ...]  # of the stages
@@ -160,6 +157,7 @@ class RampupBatchManager:
             # its batches. A checkpoint that does not state them had batches of today's size.
             of_batches = step // rl.updates_per_batch * rl.batch_size
             sample = of_batches if place.planned is None else place.planned
+
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=sample)
         manager = cls(
             split,
@@ -173,6 +171,7 @@ class RampupBatchManager:
             learning_rate_scales=_learning_rate_scales(config, split),
             is_seesaw=Seesaw.if_stated(config) is not None,
         )
+
         if not manager._lengths_agree():
             names = ("train_samples", "train_tokens", "num_epochs")
             other = next(stated(config, name) for name in names if config[name] is not None)
@@ -215,10 +214,12 @@ class RampupBatchManager:
         """
         if self.data_end is not None:
             if self.anchor[1] >= self.data_end:
-                return self.anchor
+                return self.anchor  # the run has gone further than this length already
+            # A stage entered exactly at the end has no update, so bisect from the left.
             visit = self._visits[
                 bisect.bisect_left(self._visits, self.data_end, key=lambda v: v.sample) - 1
             ]
+            # Rounded up: the last batch may have fewer samples.
             batches = -(-(self.data_end - visit.sample) // self.split_stages[visit.stage].batch)
             return visit.step + batches * self.updates_per_batch, self.data_end
         if self.steps is None:
@@ -311,6 +312,8 @@ class RampupBatchManager:
             self.batch_size_at(first_sample) // self.num_minibatches,
         )
         visit = self._visits[bisect.bisect_left(self._visits, step, key=lambda v: v.step) - 1]
+        # The mini-batches before this one in its batch have taken their parts of the rows. Only the
+        # last batch of the run has fewer rows than its mini-batches hold.
         return max(0, min(part, rows - (step - 1 - visit.step) % self.num_minibatches * part))
 
     def _stage(self, index: int) -> Stage:
@@ -328,11 +331,12 @@ class RampupBatchManager:
 
     def _span(self, stage: int) -> tuple[int, int | None, int, int | None]:
         """Returns first step, steps, first sample and samples of a stage."""
+        # A skipped stage has no visit; the next one's place is where it would begin.
         at = bisect.bisect_left(self._visits, stage, key=lambda v: v.stage)
         _, step, sample = self._visits[at]
         ends = list(self.totals)
         if self._visits[at].stage != stage:
-            ends = [step, sample]  # skipped
+            ends = [step, sample]
         elif at + 1 < len(self._visits):
             pairs = zip(self._visits[at + 1][1:], self.totals, strict=True)
             ends = [after if total is None else min(after, total) for after, total in pairs]
@@ -356,6 +360,8 @@ class RampupBatchManager:
     @functools.cached_property
     def _visits(self) -> tuple[_Visit, ...]:
         """The stages that the run passes through, from its start or from the anchor on."""
+        # Earlier sessions may have had other batches. The plan from the start describes them only if
+        # it leads to the anchor.
         visits = self._walk(0, 0)
         is_whole = (
             self.split_stages[visits[-1].stage].batch > 0
@@ -376,7 +382,8 @@ class RampupBatchManager:
         while (stage := visits[-1].stage) < len(self.split_stages) - 1:
             batch = self.split_stages[stage].batch
             if not batch:
-                break
+                break  # these devices cannot hold the stage, so the way behind it is unknown
+            # Rounded up: the batch that crosses the threshold belongs to the stage it starts in.
             batches = math.ceil((self.split_stages[stage + 1].threshold - sample) / batch)
             step, sample = step + batches * self.updates_per_batch, sample + batches * batch
             visits.append(_Visit(self.stage_at(sample), step, sample))
@@ -408,6 +415,7 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
     reference = config.rates.reference_batch_size or stages[-1].batch
     largest = max(stage.batch for stage in stages)
     for key in ("adam_b1", "adam_b2") if config.optimizer.adam_scaling == "sde" else ():
+        # the smallest reference that leaves 1 - (1 - beta) x largest / reference above 0
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
             times = f"{largest / reference:.3g} times reference_batch_size={reference}"

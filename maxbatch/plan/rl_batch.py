@@ -119,6 +119,7 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         nearest = nearest_divisor(batch, config.prompts.num_minibatches) or 1
         raise Refusal(config, "num_minibatches", rule, {"num_minibatches": nearest})
     _check_filter(config, batch, updates)
+
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.length.train_tokens is not None:
         in_samples = {
@@ -136,6 +137,7 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         raise Refusal(
             config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)}
         )
+
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
         longer, shorter = (
@@ -201,7 +203,7 @@ def _chunks(
     group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
     updates = prompts.num_minibatches
     whole_of = {"train_micro_batch_size": batch // updates, "rollout_micro_batch_size": batch}
-    # in prompts
+    # The fewest prompts whose pairs the shards divide.
     units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}
     most = MOST_SAMPLES // group
     other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()) * updates, most)}
@@ -213,6 +215,7 @@ def _chunks(
                 prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch
             )
 
+    # A chunk that is not stated is as large as the stated pairs of a chunk, or as the whole.
     unless = " unless batch_padding=true"
     unstated = [name for name in shards_of if prompts[name] == -1]
     if pairs_per_chunk != -1:
@@ -230,6 +233,7 @@ def _chunks(
         )
         check("micro_batch_size", rule, whole * group, unit * group)
         whole_of |= dict.fromkeys(unstated, pairs_per_chunk // group)
+
     for name, shards in shards_of.items():
         whole = whole_of[name]
         if name not in unstated:

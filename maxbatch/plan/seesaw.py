@@ -108,17 +108,20 @@ class Seesaw(NamedTuple):
                 has_fallen, rates, total_samples, level=Fraction(1, self.factor**power)
             )
             cut = bisect.bisect_left(range(warm, total_samples), True, key=is_behind) + warm
+            # the stage begins with the first update at or after the cut
             begins = position + max(0, -(-(cut - position) // batch)) * batch
             if begins >= total_samples or batch * self.factor > most:
                 break
             if begins == position:
-                stages.pop()
+                stages.pop()  # the stage before has no update of its own
             position, batch = begins, batch * self.factor
             stages.append((cut, batch))
         return [(Fraction(start), batch) for start, batch in stages]
 
     def samples_for(self, rates: RatesConfig, steps: int, most: int) -> int:
         """Returns the samples of a run of about so many updates; `most` is that of `batches`."""
+        # Batches only grow, so a run of that many updates has at least this many samples. Double the
+        # end (or more) until it has enough updates, then search between.
         fewest = steps * self.first_batch
         end = fewest
         while self._num_updates(rates, end, most) < steps and end < most:

@@ -47,9 +47,10 @@ def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:
     g = config.batch.gradient_accumulation_steps
     if config.ramp.enable_rampup_batch_size:
         n, (_, a, c) = increments(config), ramp_numbers(config)
-        apart = Fraction(config.ramp.global_rampup_samples) / n
+        samples_apart = Fraction(config.ramp.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
-        return [StatedStage(i * apart, m * (g or 1), m) for i, m in enumerate(micro)]
+        return [StatedStage(i * samples_apart, m * (g or 1), m) for i, m in enumerate(micro)]
+
     micro_batch = pass_rows(config, num_devices)
     batches = stated_batches(config)
     if batches is None:
@@ -194,6 +195,8 @@ def parse_schedule(text: str, length: int) -> Batches:
         ):
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
+
+    # The schedule that a refusal names: thresholds in rising order, from 0 on.
     (_, first), *others = sorted(dict(batches).items())
     rising = stated_schedule([(Fraction(0), first), *others], length)
     if batches[0][0] != 0:
@@ -210,6 +213,7 @@ def stated_schedule(batches: Batches, length: int) -> str:
 
     The text is whole, whatever its length: a schedule without its last stages is another run.
     """
+    # By the threshold in whole tokens: of two stages that begin at one token the last one counts.
     pairs: dict[Fraction, tuple[str, int]] = {}
     for threshold, batch in batches:
         tokens = math.ceil(threshold * length)
@@ -251,6 +255,8 @@ def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, 
     p, a, c = ramp_numbers(config)
     start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
     if start == target:
+        # Rounded, the two are one: move the start away by the increment or by a unit, in the stated
+        # direction; beyond the bounds move the target instead.
         step = nearest_multiple(abs(c), unit, MOST_ROWS)
         starts = [target + step, target + unit] if p < a else [target - step, target - unit]
         allowed = [rows for rows in starts if unit <= rows <= MOST_ROWS]
@@ -258,6 +264,8 @@ def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, 
             start = allowed[0]
         else:
             target = start + step if start + step <= MOST_ROWS else start - unit
+
+    # The increment divides the way from start to target; take the divisor nearest to the stated one.
     units, wanted = abs(target - start) / unit, abs(c) / unit
     fitting = [d for d in divisors(int(units)) if units / d <= MOST_STAGES]
     step = unit * min(fitting, key=lambda d: abs(d - wanted))
@@ -281,6 +289,7 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
         ends["num_epochs"] = math.ceil(exact(config.length.num_epochs) * samples_per_epoch)
     if not ends:
         return None
+
     (first, end), *others = ends.items()
     for name, other in others:
         if other != end:

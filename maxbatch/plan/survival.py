@@ -32,9 +32,12 @@ class Machine(NamedTuple):
 
     def without(self, lost: int) -> Machine:
         """Returns the machine without `lost` of its slices or hosts."""
-        whole, left = self.num_units, self.num_units - lost
-        slices = left if self.num_slices > 1 else 1
-        return Machine(self.num_devices // whole * left, self.num_hosts // whole * left, slices)
+        units, remaining = self.num_units, self.num_units - lost
+        return Machine(
+            self.num_devices // units * remaining,
+            self.num_hosts // units * remaining,
+            remaining if self.num_slices > 1 else 1,
+        )
 
 
 def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
@@ -43,21 +46,21 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     Raises:
       ConfigError: nothing would be left, or the slices or hosts are not alike.
     """
-    whole = machine.num_units
-    if whole == 1:
+    units = machine.num_units
+    if units == 1:
         raise ConfigError(
             f"--survive {survive}: counts slices (hosts, if there is one slice), and this machine "
             "has one of each; works: --slices 4, or --hosts 4"
         )
-    if survive >= whole:
+    if survive >= units:
         raise ConfigError(
-            f"--survive {survive}: must be less than the {whole} {machine.unit}; "
-            f"works: --survive {whole - 1}"
+            f"--survive {survive}: must be less than the {units} {machine.unit}; "
+            f"works: --survive {units - 1}"
         )
-    check_divides(f"--{machine.unit} ", whole, machine.num_devices)
-    if machine.num_hosts % whole:
+    check_divides(f"--{machine.unit} ", units, machine.num_devices)
+    if machine.num_hosts % units:
         raise ConfigError(
             f"--survive {survive}: needs slices of equally many hosts, and {machine.num_hosts} "
-            f"hosts are not divisible by {whole} slices; works: --hosts {whole}"
+            f"hosts are not divisible by {units} slices; works: --hosts {units}"
         )
     return [machine.without(lost) for lost in range(survive + 1)]

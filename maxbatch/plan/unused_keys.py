@@ -38,6 +38,7 @@ def unused_keys(
             f"{scaling} has no effect without reference_batch_size, the batch that learning_rate "
             "was tuned for"
         )
+
     batches = [
         name
         for name in ("global_batch_size", "batch_size_schedule")
@@ -53,23 +54,28 @@ def unused_keys(
                 else (" without enable_rampup_batch_size=true")
             )
             yield f"{stated(config, *ramp)} {verb} no effect{reason}"
+
     if config.batch.batch_padding and not batches and not config.recipe.is_sampled:
         yield (
             "batch_padding=true has no effect without global_batch_size or batch_size_schedule, "
             "which it pads"
         )
+
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")
         yield (
             f"{factor} has no effect on a new run: below 1 it is for a resume, on e x the hosts "
             "that loaded before"
         )
+
     if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
         setting = stated(config, "num_pipeline_microbatches")
         yield (
             f"{setting} has no effect without pipeline stages (ici_pipeline_parallelism or "
             "dcn_pipeline_parallelism)"
         )
+
+    # A warm-up by samples starts at rate 0: where all updates start at sample 0, none has another.
     before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
     if (
         manager.total_steps
@@ -81,6 +87,7 @@ def unused_keys(
             f"{stated(config, 'warmup_steps_fraction')} warms up from 0, and all updates start at "
             "sample 0; works: warmup_steps_fraction=0"
         )
+
     model = config.model
     weighs_all_alike = (
         model.num_experts > 1 and model.num_experts_per_tok == 1 and model.norm_topk_prob
@@ -91,11 +98,13 @@ def unused_keys(
             "every expert the weight 1, whatever its score; works: norm_topk_prob=false, or "
             "num_experts_per_tok=2"
         )
+
     if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
         yield (
             f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, "
             "which it bounds"
         )
+
     yield from _stages_without_updates(config, manager)
 
 
@@ -124,7 +133,9 @@ def enough_samples(batches: list[int]) -> int:
     """
     n = len(batches) - 1
     enough = n * max(batches[:-1])  # then no update passes two thresholds
-    entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least
+    # Stage k is entered after at least one batch of each stage before it; a length that puts the
+    # next threshold before that entry is too short, so the search begins above these lengths.
+    entries = itertools.accumulate(batches[:-2])
     first = max((n * entry // (stage + 2) for stage, entry in enumerate(entries)), default=0) + 1
     tried = range(first, min(enough, first + _MOST_TRIES // n))
     return next((length for length in tried if visits_all(batches, length)), enough)

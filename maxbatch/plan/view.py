@@ -236,11 +236,14 @@ def ramp_table(
     sample, of_pairs = plan.sample, " pairs" if plan.rl else ""
     heads = ["stage", "threshold", f"from {sample}", "step", "steps", f"{sample}s"]
     heads += ["p", "g", f"micro{of_pairs}", f"global{of_pairs}"]
+
+    # Columns that say the same of every stage are left out.
     is_ramp = len(plan.stages) > 1
     heads += ["tokens"] if is_ramp else []
     padded = any(stage.padded_slots_per_step for stage in plan.stages)
     heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
+
     # A ramp changes decays stated in tokens, and with adam_scaling=sde those of the moments.
     changing = [
         name
@@ -250,6 +253,7 @@ def ramp_table(
     decays = [name for name in Decays._fields if name in changing or name in decays]
     heads += [name.removeprefix("adam_") for name in decays]
     heads += ["lr first", "lr last"] if rate else []
+
     table = PlainTable(*heads, justify="right")
     listed = plan.manager.listed
     for place in _abridged(len(listed), _MOST_STAGES):
@@ -297,14 +301,14 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
     together = counted(plan.num_devices // plan.batch_shards, "device")
     replicas = counted(plan.batch_shards, "replica")
     table = PlainTable("in the words of", "one update", f"write there, on {replicas} of {together}")
-    for framework in settings:
-        table.add_row(framework.framework, framework.update, framework.settings)
-        for line in framework.ramp:
+    for row in settings:
+        table.add_row(row.framework, row.update, row.settings)
+        for line in row.ramp:
             table.add_row("", "", line)
     console.print()
     console.print(table)
     if len(plan.stages) > 1:
-        without = [framework.framework for framework in settings if not framework.ramp]
+        without = [row.framework for row in settings if not row.ramp]
         console.print(f"no setting for these stages in {', '.join(without)}")
 
 
@@ -345,6 +349,8 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     title = ""
     absent = {"pipeline": plan.num_pipeline_stages == 1, "ramp": len(plan.stages) == 1}
     unpadded = _OF_PADDING if not any(stage.padded_slots_per_step for stage in plan.stages) else ()
+
+    # A line of _NUMBERS that is not indented is the title of those below it.
     for line in _NUMBERS.strip().splitlines():
         name, meaning = line.split(maxsplit=1) if line.startswith(" ") else ("", line)
         source = next((part for part in (plan, plan.experts, plan.rl) if hasattr(part, name)), None)
@@ -362,6 +368,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
                     "rows", f"{plan.sample}s"
                 )
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
+
     width = max(len(number) for group in groups.values() for _, number, _ in group)
     text = Text()
     for title, group in groups.items():
