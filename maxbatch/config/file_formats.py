@@ -26,12 +26,25 @@ class FileFormat:
       suffixes: the suffixes of these names, for messages.
       has_records: whether its records are objects with fields, so that one may be a question with
         answers.
+      has_text_field: whether `text_field` names a record's text; of objects it does.
+      has_record_formats: whether `record_format` says what a record is; `text` has no fields.
     """
 
     open: Callable[[str, str | None], object]
     names: re.Pattern[str]
     suffixes: str
     has_records: bool = False
+    has_text_field: bool = False
+    has_record_formats: bool = False
+
+    def record_format(self, stated: str) -> str:
+        """Returns a stated `record_format`; "" where it has no effect."""
+        return stated if self.has_record_formats else ""
+
+    def names_text(self, record_format: str) -> bool:
+        """Returns whether `text_field` names the text of such records."""
+        is_plain = self.has_record_formats and record_format == "text"
+        return (self.has_records or self.has_text_field) and not is_plain
 
 
 def file_formats() -> tuple[str, ...]:
@@ -40,8 +53,8 @@ def file_formats() -> tuple[str, ...]:
 
 
 def file_format(dataset_type: str) -> FileFormat:
-    """Loads a format of files."""
-    form = load(Table.FORMATS, dataset_type)
+    """Loads a format of files; Python's library is files of text."""
+    form = load(Table.FORMATS, "text" if dataset_type == "python_stdlib" else dataset_type)
     assert isinstance(form, FileFormat), f"{dataset_type} is a format of files"
     return form
 

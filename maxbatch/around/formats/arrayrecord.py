@@ -104,4 +104,6 @@ FORMAT = FileFormat(
     ArrayRecords,
     re.compile(rf"\.(array_record|arrayrecord){SHARD}$"),
     ".array_record or .arrayrecord",
+    has_text_field=True,
+    has_record_formats=True,
 )

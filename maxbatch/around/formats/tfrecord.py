@@ -151,4 +151,5 @@ FORMAT = FileFormat(
     lambda record_format, text_field: TFRecords(text_field),
     re.compile(rf"\.(tfrecords?|tfrec){SHARD}(\.gz)?$"),
     ".tfrecord, .tfrecords or .tfrec",
+    has_text_field=True,
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.config.combined import StoreConfig
-from maxbatch.config.file_formats import file_format, file_formats, has_records
+from maxbatch.config.file_formats import file_format, file_formats
 from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import (
@@ -100,7 +100,7 @@ class DocumentSource:
     missing_shards: tuple[str, ...]  # their names; each counts as one record left out
     # "" if records have no fields; None if a document is a whole record, as JSON
     text_field: str | None
-    record_format: str  # of arrayrecord
+    record_format: str  # "": of no effect
     skip_bad_records: bool  # leave out records that cannot be read
     record_fields: str = ""  # names of fields by ours; "": none have other names
 
@@ -126,13 +126,10 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
-        has_fields = (
-            has_records(dataset_type)
-            or dataset_type == "tfrecord"
-            or (dataset_type == "arrayrecord" and config.record_format == "example")
-        )
+        form = file_format(dataset_type)
         names = field_names(config.record_fields) or {}
-        text_field = names.get("text", config.text_field) if has_fields else ""
+        named = names.get("text", config.text_field)
+        text_field = named if form.names_text(config.record_format) else ""
         is_whole = whole_records or config.recipe.has_answers
         source = cls(
             dataset_type,
@@ -141,7 +138,7 @@ class DocumentSource:
             files,
             missing,
             text_field=None if is_whole else text_field,
-            record_format=config.record_format if dataset_type == "arrayrecord" else "",
+            record_format=form.record_format(config.record_format),
             skip_bad_records=config.skip_bad_records,
             record_fields=config.record_fields if is_whole else "",
         )

@@ -111,8 +111,7 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None) -
     Raises:
       ConfigError: its package is not installed.
     """
-    name = "text" if dataset_type == "python_stdlib" else dataset_type
-    return cast(Format, file_format(name).open(record_format, text_field))
+    return cast(Format, file_format(dataset_type).open(record_format, text_field))
 
 
 def record_as_json(record: Mapping[str, object]) -> bytes:
