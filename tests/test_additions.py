@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -184,20 +185,43 @@ def test_an_importer_is_a_table_with_its_module_and_a_row(tmp_path: Path) -> Non
     assert "per_device_batch_size=4" in shown and "ToyTrainer" in shown
 
 
-_KIND = '''"""Toys: rows of tokens under another name."""
+_KIND = '''"""Toys: texts that are trained on from their third byte."""
+
+import json
 
 from maxbatch.kinds.text.recipe import TextRecipe
 
 
+class Toys:
+    identity = {"kind": "toy"}
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, records):
+        import numpy as np
+
+        from maxbatch.data.store.encoder import Encoded
+
+        texts = [json.loads(record)["toy"].encode() for record in records]
+        tokens = self.tokenizer.encode_utf8_batch(texts)
+        return [[Encoded(ids, np.arange(len(ids)) > 1)] for ids in tokens]
+
+
 class ToyRecipe(TextRecipe):
     unit = "toy"
+    records = "toys"
+    has_answers = True
+
+    def encoder(self, config, tokenizer):
+        return Toys(tokenizer)
 
 
 RECIPE = ToyRecipe()
 '''
 
 
-def test_a_kind_of_sample_is_a_folder_a_row_and_its_keys(tmp_path: Path) -> None:
+def test_a_kind_of_sample_is_a_folder_a_row_and_its_key(tmp_path: Path) -> None:
     copy = Copy(
         tmp_path,
         {"kinds/toy/__init__.py": "", "kinds/toy/recipe.py": _KIND},
@@ -214,6 +238,10 @@ def test_a_kind_of_sample_is_a_folder_a_row_and_its_keys(tmp_path: Path) -> None
         },
     )
     assert "toys" in copy("plan", "use_toy=true", "global_batch_size=8")
+    (tmp_path / "toys.jsonl").write_text('{"toy": "abcd"}\n')
+    data = ("use_toy=true", "dataset_type=jsonl", "dataset_path=toys.jsonl", "max_target_length=6")
+    sample = json.loads(copy("data", *data, "--count=1", "--json"))
+    assert sample["text"] == "abcd" and sample["weights"] == [0, 0, 1, 1, 0, 0]
 
 
 def test_a_family_in_the_form_of_llama_is_a_record(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ WALLS = {
     "around/huggingface/export": {"DataConfig"},
     "run/record": {"RecordConfig"},
     "around/compile": {"DecoderConfig"},
+    "kinds/text": {"DataConfig", "ProgramsConfig", "StreamConfig"},
+    "kinds/conversation": {"DataConfig", "StreamConfig"},
+    "kinds/pair": {
+        "DataConfig",
+        "PreferenceConfig",
+        "ProgramsConfig",
+        "StreamConfig",
+        "UpdateConfig",
+    },
     "kinds/prompt": {
         "EvaluationConfig",
         "LearnerConfig",
