@@ -15,9 +15,9 @@ from maxbatch.system.errors import ConfigError, StoreFull, TrainingError, reason
 from maxbatch.system.processes.hidden_modules import hidden
 from maxbatch.system.storage.storage import AnyPath, place_here, send
 
-# tensorboardX spends half a second on importing installed store clients; here it only writes local
-# files.
-with hidden("boto3", "google.cloud.storage"):
+# tensorboardX spends half a second on importing installed store clients, and two on torch; here it
+# only writes numbers to local files.
+with hidden("boto3", "google.cloud.storage", "torch"):
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
