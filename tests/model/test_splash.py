@@ -237,19 +237,19 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
 
     config = tiny_config(
         "dtype=bfloat16",
-        "base_emb_dim=256",
+        "base_emb_dim=128",
         "base_num_query_heads=4",
         "base_num_kv_heads=2",
         "head_dim=64",
-        "base_mlp_dim=512",
-        "max_target_length=512",
+        "base_mlp_dim=128",
+        "max_target_length=256",
         "remat_policy=full",
         "scan_layers=true",
         *overrides.split(),
     )
     mesh = make_mesh(config, devices_of(topology))
     abstract = abstract_state(config.update, mesh)
-    rows = (1, 8, 512)
+    rows = (1, 8, 256)
     batch = Batch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in ("int32", "int32", "float32")))
     scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
     compiled = (
