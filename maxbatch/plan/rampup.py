@@ -66,6 +66,11 @@ class PlannedStep(NamedTuple):
     stage: int  # index into the manager's stages
     end_sample: int  # samples_seen after it; rises with the last update of a batch
 
+    @property
+    def ends_batch(self) -> bool:
+        """Whether it is the last update of its batch."""
+        return self.end_sample > self.first_sample
+
 
 class _Visit(NamedTuple):
     """A stage that the run passes through, and the (step, sample) at which it enters."""

@@ -27,6 +27,7 @@ from maxbatch.run.agreement import software_of
 from maxbatch.run.changes import changed_reads, changed_software, changes_since
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.context import RunContext
+from maxbatch.run.due import Due, Schedule, has_stalled
 from maxbatch.run.folder.devices import DevicesUsed, record_devices
 from maxbatch.run.folder.metrics import Record, read_metrics
 from maxbatch.run.folder.metrics_log import MetricsLog
@@ -40,7 +41,7 @@ from maxbatch.run.record.profiling import Profiler
 from maxbatch.run.record.progress import RunProgress
 from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.run.resume import IN_RUN_DIR, Resume
-from maxbatch.run.task import B, Built, Opened, Running, ShowText, Start
+from maxbatch.run.task import B, Built, Dispatched, Opened, Running, ShowText, Start
 from maxbatch.run.weights.parameters import (
     load_parameters,
 )
@@ -196,21 +197,18 @@ class Session(Generic[B]):
     @property
     def is_complete(self) -> bool:
         """Whether no update is left, or the run has ended early."""
-        return self.position.step >= self.total_steps or self._ends_early(self.position)
+        return self.position.step >= self.total_steps or self._has_stalled
 
-    def _ends_early(self, position: Position) -> bool:
-        """Returns whether the eval loss has not fallen for `early_stopping_patience` evals in a
-        row.
-        """
-        patience = self.config.early_stopping_patience
-        return patience is not None and position.best_eval.evals_since >= patience
+    @property
+    def _has_stalled(self) -> bool:
+        return has_stalled(self.position.best_eval, self.config.early_stopping_patience)
 
     @property
     def _early_end(self) -> str:
         """The reason why a run ended before its length, as the end of a line; empty if it did
         not.
         """
-        if not self._ends_early(self.position):
+        if not self._has_stalled:
             return ""
         best = self.position.best_eval
         lowest = (
@@ -343,68 +341,86 @@ class Session(Generic[B]):
         """Trains on the fed batches. A run stops and is saved between batches; a batch may serve
         several updates.
         """
-        config = self.config
-        settings = UpdatePlan.from_config(config.plan, self.plan.manager)
-        # last update that ended its batch
-        first_step, last_end = self.position.step + 1, self.position.step
+        settings = UpdatePlan.from_config(self.config.plan, self.plan.manager)
+        schedule = self._schedule(running)
+        last_end = self.position.step  # last update that ended its batch
         recorder.restart_clock()
         for batch in self._until_own_end(running.feed):
             step = batch.planned.step
+            # Only between batches: a resume continues at a sample, not within its batch.
             if last_end == step - 1 and self._context.stop.before_update():
                 break
-            self.folder.check()
-            profiler.before(step)
-            # the update of a rate that float32 cannot hold is skipped
-            with np.errstate(over="ignore"):
-                state, update = running.step(state, batch, settings)
-            self._context.stop.must_save()
-            self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
-            if self._local:
-                # before a later update is recorded, so that a restart repeats one period at most
-                self._local.settle()
+            state, update = self._step(running, state, batch, settings, profiler)
             recorder.add(update)
             self._context.background.check()
-            if step == first_step:
+
+            due = schedule.after(batch.planned, last_end)
+            if due.compiles:
                 jax.block_until_ready(update.metrics)
                 self._compile_rest(running)
-            ends_batch = batch.planned.end_sample > batch.planned.first_sample
-            is_last = step == self.total_steps
-            saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
-            evaluates = (
-                ends_batch
-                and running.evaluates
-                and (is_last or is_due(config.eval_interval, last_end, step))
-            )
-            keeps = self._local is not None and ends_batch and not is_last
-            keeps = keeps and is_due(config.local_checkpoint_period, last_end, step)
-            pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
+            pauses = due.pauses or profiler.ends_after(step)
             # An output that raises ends the run after the update that it was given, so the next one
             # waits for it.
             if pauses or running.takes_turns or self._outputs:
                 recorder.catch_up(
-                    partial(self._evaluate, running, state, step) if evaluates else None
+                    partial(self._evaluate, running, state, step) if due.evaluates else None
                 )
-            ends_early = evaluates and self._ends_early(recorder.position)
-            is_best = (
-                evaluates
-                and config.keep_best_checkpoint
-                and recorder.position.best_eval.step == step
-            )
+            if due.evaluates:
+                due = schedule.after_eval(due, step, recorder.position.best_eval)
             if pauses:
                 profiler.after(step)
-                if saves or ends_early or is_best:
-                    self._save(running, state, recorder, is_extra=not (saves or ends_early))
-                if keeps and not ends_early:
-                    self._save_locally(state, recorder)
+                self._save_due(due, running, state, recorder)
                 recorder.restart_clock()
-            last_end = step if ends_batch else last_end
-            if ends_early:
+
+            last_end = step if batch.planned.ends_batch else last_end
+            if due.ends_early:
                 break
         recorder.catch_up()
         self._save(running, state, recorder)
         recorder.sync()
         self.position = recorder.position
         return state
+
+    def _schedule(self, running: Running[B]) -> Schedule:
+        config = self.config
+        return Schedule(
+            first_step=self.position.step + 1,
+            total_steps=self.total_steps,
+            checkpoint_period=config.checkpoint_period,
+            eval_interval=config.eval_interval if running.evaluates else None,
+            local_checkpoint_period=config.local_checkpoint_period if self._local else None,
+            patience=config.early_stopping_patience,
+            keeps_best=config.keep_best_checkpoint,
+        )
+
+    def _step(
+        self,
+        running: Running[B],
+        state: TrainState,
+        batch: B,
+        settings: UpdatePlan,
+        profiler: Profiler,
+    ) -> tuple[TrainState, Dispatched]:
+        """Dispatches an update."""
+        self.folder.check()
+        profiler.before(batch.planned.step)
+        # the update of a rate that float32 cannot hold is skipped
+        with np.errstate(over="ignore"):
+            state, update = running.step(state, batch, settings)
+        self._context.stop.must_save()
+        self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
+        if self._local:
+            # before a later update is recorded, so that a restart repeats one period at most
+            self._local.settle()
+        return state, update
+
+    def _save_due(
+        self, due: Due, running: Running[B], state: TrainState, recorder: Recorder
+    ) -> None:
+        if due.saves or due.saves_extra:
+            self._save(running, state, recorder, is_extra=due.saves_extra)
+        if due.saves_locally:
+            self._save_locally(state, recorder)
 
     def _until_own_end(self, feed: Iterable[B]) -> Iterator[B]:
         """Yields the batches ahead until a part of the user's own raises on any host."""
@@ -561,12 +577,3 @@ def _short(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.1f}{letter}"
     return str(number)
-
-
-def is_due(period: int, last_end: int, step: int) -> bool:
-    """Returns whether an action of every `period` updates is due after `step` updates.
-
-    A run pauses only where a batch ends, the last time after `last_end` updates. A multiple of the
-    period since then makes it due.
-    """
-    return step // period > last_end // period

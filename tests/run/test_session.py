@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxbatch import ConfigError
 from maxbatch.around.sweep.folder import metric_value
@@ -26,7 +23,7 @@ from maxbatch.run.folder.sessions import read_sessions
 from maxbatch.run.own import Parts, Rows, next_token_loss
 from maxbatch.run.pretraining import prompt_flag, train
 from maxbatch.run.record.recorder import Output, Record
-from maxbatch.run.session import is_due, parameters_in_words
+from maxbatch.run.session import parameters_in_words
 from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
@@ -175,21 +172,6 @@ def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
     assert (tmp_path / "checkpoints-damaged" / "2").is_dir()
     assert (tmp_path / "checkpoints" / "2" / "position" / "metadata").is_file()
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
-
-
-@pytest.mark.runs
-@given(st.integers(1, 50), st.integers(1, 10), st.integers(1, 1000))
-def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
-    period: int, updates_per_batch: int, num_batches: int
-) -> None:
-    ends = [batch * updates_per_batch for batch in range(num_batches + 1)]
-    due = [step for last, step in itertools.pairwise(ends) if is_due(period, last, step)]
-    reached = range(period, ends[-1] + 1, period)
-    assert due == sorted(
-        {-(-multiple // updates_per_batch) * updates_per_batch for multiple in reached} & set(ends)
-    )
-    if updates_per_batch == 1:
-        assert due == [step for step in ends[1:] if step % period == 0]
 
 
 @pytest.mark.runs

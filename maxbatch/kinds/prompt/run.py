@@ -361,7 +361,7 @@ class RunningPolicy:
         update = 0
         for planned in self.planned.plan.manager.steps_from(self.first_step):
             yield PolicyBatch(planned, update)
-            update = 0 if planned.end_sample > planned.first_sample else update + 1
+            update = 0 if planned.ends_batch else update + 1
 
     def step(
         self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan
@@ -382,8 +382,7 @@ class RunningPolicy:
                 jax.block_until_ready(done)
         if batch.update == 0:
             self._write_transcripts(planned.step, collected)
-        ends_batch = planned.end_sample > planned.first_sample
-        if ends_batch:
+        if planned.ends_batch:
             self._note_rewards(collected)
         if collected.problem and not self.problems:
             warn(
@@ -404,7 +403,7 @@ class RunningPolicy:
         return state, Dispatched(
             planned=planned._replace(num_rows=num_pairs),
             place=Place(
-                seen=collected.end if ends_batch else collected.first,
+                seen=collected.end if planned.ends_batch else collected.first,
                 planned=planned.end_sample if filters else None,
             ),
             micro_batch_size=workshop.batch.micro_batch_size,
