@@ -50,19 +50,20 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH"
             )
-    from maxbatch.around.huggingface.export.model import export_model
-    from maxbatch.around.huggingface.export.peft import export_adapters
-    from maxbatch.around.maxtext.export import export_maxtext
-
+    if args.format == "maxtext" and args.adapter:
+        raise ConfigError("--adapter: MaxText's form has no adapters alone; works: no --adapter")
+    model = model_of(args)
     if args.format == "maxtext":
-        if args.adapter:
-            raise ConfigError(
-                "--adapter: MaxText's form has no adapters alone; works: no --adapter"
-            )
-        print(
-            printable(export_maxtext(model_of(args), args.output, args.dtype, args.averaged, base))
-        )
-        return EXIT_DONE
-    export = export_adapters if args.adapter else export_model
-    print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged, base))))
+        from maxbatch.around.maxtext.export import export_maxtext
+
+        summary = export_maxtext(model, args.output, args.dtype, args.averaged, base)
+    elif args.adapter:
+        from maxbatch.around.huggingface.export.peft import export_adapters
+
+        summary = export_adapters(model, args.output, args.dtype, args.averaged, base)
+    else:
+        from maxbatch.around.huggingface.export.model import export_model
+
+        summary = export_model(model, args.output, args.dtype, args.averaged, base)
+    print(printable(summary))
     return EXIT_DONE

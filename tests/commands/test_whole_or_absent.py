@@ -112,8 +112,11 @@ def test_an_export_to_a_store_that_was_killed_between_its_objects_goes_on(
 def export_to_be_killed(run: str, there: str) -> set[str]:
     """Kills an export once its tensors are written; returns the names of its half."""
     lines = (
-        "import os, sys\nfrom maxbatch.around.huggingface.export import model\nmodel.copy_tokenizer = "
-        "lambda *_: os._exit(9)\nmodel.export_model(sys.argv[1], sys.argv[2], None)\n"
+        "import os, sys\nfrom maxbatch.around.huggingface.arrays import writing\n"
+        "from maxbatch.around.huggingface.export.model import export_model\n"
+        "write = writing._write_tensors\n"
+        "writing._write_tensors = lambda *arguments: write(*arguments) and os._exit(9)\n"
+        "export_model(sys.argv[1], sys.argv[2], None)\n"
     )
     assert subprocess.run([sys.executable, "-c", lines, run, there]).returncode == 9
     return {"model.safetensors", ".building-config.json"}
@@ -123,7 +126,9 @@ def test_a_tensor_file_that_is_cut_off_never_appears_in_a_store(
     run: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = as_path(store.bucket() + "/out")
-    monkeypatch.setattr("maxbatch.around.huggingface.export.model._tensors", lambda *args: iter([]))
+    monkeypatch.setattr(
+        "maxbatch.around.huggingface.arrays.writing._tensors", lambda *args: iter([])
+    )
     with pytest.raises((StopIteration, RuntimeError)):
         main(["export", str(run), "--output", str(there)])
     assert there.files() == []

@@ -20,11 +20,10 @@ from maxbatch.config.values import shown_path
 from maxbatch.families.matrices import ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
-from maxbatch.run.weights.parameters import open_parameters, open_source, placed
+from maxbatch.run.weights.parameters import OpenedModel, read_model
 from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.storage.atomic_files import writing_folder
 from maxbatch.system.storage.storage import is_remote
-from maxbatch.update.state import abstract_model
 
 _UNSCANNED = re.compile(r"decoder\.(dense_|moe_)?layers_\d+\.")
 _STEP = "0"
@@ -59,22 +58,21 @@ def export_maxtext(
             f"--output {shown_path(target)}: MaxText's form is written to a disk; write it there, "
             "and copy the folder"
         )
-    source = open_source(model, averaged, base)
-    config = source.config()
-    abstract = placed(abstract_model(config.decoder)[1], jax.local_devices(backend="cpu")[0])
-    params = open_parameters(source, config.model, abstract)(abstract)
-
-    places = places_of(config.model, ScannedNames())
-    arrays = arrays_there(params, places, dtype)
     assert isinstance(target, Path)
-    with writing(output), writing_folder(target, last=_STEP) as folder:
-        _save(Path(str(folder)).absolute() / _STEP, nested(arrays))
-    num_bytes = sum(array.nbytes for array in arrays.values())
-    written = dtype or config.weight_dtype
-    return (
-        f"{config.decoder_block}, {num_bytes / 1e6:,.1f} MB of {written}, in {output}; "
-        f"MaxText reads it by load_parameters_path={output}/{_STEP}/items"
-    )
+
+    def write(opened: OpenedModel) -> str:
+        config, params = opened.config, opened.read(opened.abstract)
+        arrays = arrays_there(params, places_of(config.model, ScannedNames()), dtype)
+        with writing(output), writing_folder(target, last=_STEP) as folder:
+            _save(Path(str(folder)).absolute() / _STEP, nested(arrays))
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        written = dtype or config.weight_dtype
+        return (
+            f"{config.decoder_block}, {num_bytes / 1e6:,.1f} MB of {written}, in {output}; "
+            f"MaxText reads it by load_parameters_path={output}/{_STEP}/items"
+        )
+
+    return read_model(model, write, averaged, base)
 
 
 def arrays_there(

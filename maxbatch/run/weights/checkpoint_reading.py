@@ -221,6 +221,10 @@ class StoredCheckpoint:
         return self.identity
 
     @property
+    def stored_dtype(self) -> None:
+        """None: its config states the type."""
+
+    @property
     def step(self) -> int:
         """The number of updates before it."""
         return self.record.position.step

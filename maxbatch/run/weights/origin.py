@@ -50,6 +50,14 @@ class Source(Protocol):
         folder.
         """
 
+    @property
+    def stored_dtype(self) -> str | None:
+        """The type of its tensors, as `bfloat16`; None: the config's `weight_dtype`.
+
+        Raises:
+          ConfigError: its tensors are missing or damaged.
+        """
+
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of the model, with "key=value" texts over it.
 

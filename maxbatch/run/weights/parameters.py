@@ -6,9 +6,10 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +34,8 @@ from maxbatch.update.state import abstract_model
 
 if TYPE_CHECKING:
     from maxbatch.update.adapters import Adapters
+
+T = TypeVar("T")
 
 
 def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Source:
@@ -111,6 +114,73 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
         return merged
 
     return read
+
+
+class OpenedModel(NamedTuple):
+    """A whole model, whose parameters are read into this host's memory one after another.
+
+    Attributes:
+      config: its keys.
+      abstract: the shapes and types of its parameters, on this host.
+      read: reads some of these parameters; adapters are merged into their base model.
+      dtype: the type in which it is stored.
+    """
+
+    config: Config
+    abstract: State
+    read: Reader
+    dtype: str
+
+
+_NO_OVERRIDES: Mapping[str, Sequence[str]] = {}
+
+
+def read_model(
+    path: str | Path,
+    use: Callable[[OpenedModel], T],
+    averaged: bool = False,
+    base: str = "",
+    overrides: Mapping[str, Sequence[str]] = _NO_OVERRIDES,
+) -> T:
+    """Opens the model at a path and returns what `use` makes of it.
+
+    If a run removes the checkpoint while `use` reads it, `use` starts again with a newer one.
+
+    Args:
+      averaged, base: as `open_source` takes them.
+      overrides: "key=value" texts over the model's config, by its decoder_block.
+
+    Raises:
+      ConfigError: there is no such model, or its files contradict each other.
+    """
+
+    def opened(source: Source) -> OpenedModel:
+        config = source.config()
+        texts = list(overrides.get(config.decoder_block, ()))
+        stored_dtype = source.stored_dtype
+        if stored_dtype is not None:
+            # float32 holds every value of the other types that are read
+            texts.append("weight_dtype=float32")
+        config = source.config(texts) if texts else config
+        abstract = placed(abstract_model(config.decoder)[1], this_host())
+        read = open_parameters(source, config.model, abstract)
+        return OpenedModel(config, abstract, read, stored_dtype or config.weight_dtype)
+
+    return _until_kept(open_source(path, averaged, base), lambda source: use(opened(source)))
+
+
+def _until_kept(source: Source, read: Callable[[Source], T]) -> T:
+    """Returns what a function reads from a source, or from a newer checkpoint if a run removes
+    this one meanwhile.
+    """
+    while True:
+        try:
+            return read(source)
+        except RemovedError:
+            newer = source.newer() if isinstance(source, StoredCheckpoint) else None
+            if newer is None:
+                raise
+            source = newer
 
 
 def load_parameters(
@@ -210,14 +280,8 @@ def restored(
     """
     graphdef, abstract = abstract_model(config)
     abstract = placed(abstract, mesh or jax.devices()[0])
-    while True:
-        try:
-            return graphdef, open_parameters(source, config, abstract)(abstract)
-        except RemovedError:
-            newer = source.newer() if isinstance(source, StoredCheckpoint) else None
-            if newer is None:
-                raise
-            source = newer
+    params = _until_kept(source, lambda source: open_parameters(source, config, abstract)(abstract))
+    return graphdef, params
 
 
 def load_adapters(

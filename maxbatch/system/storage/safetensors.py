@@ -28,6 +28,8 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# The types that a config names, as the format does.
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _RANGE = 32 << 20  # bytes of an object that one request reads
 _REQUESTS = 8  # for one tensor at a time
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library

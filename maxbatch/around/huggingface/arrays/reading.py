@@ -45,7 +45,13 @@ from maxbatch.system.storage.contents import (
     md5_of,
     stored_sum,
 )
-from maxbatch.system.storage.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
+from maxbatch.system.storage.safetensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    StoredTensor,
+    stored_tensors,
+    tensor_files,
+)
 from maxbatch.system.storage.storage import AnyPath, as_path
 from maxbatch.system.storage.watched_files import Stamp, changed
 
@@ -156,6 +162,13 @@ class HuggingFaceFolder:
         if is_shared:
             total = sum(int(text, 16) for text in gather(f"{total:x}"))
         return f"{(total + _number(stated, b'')) % (1 << 128):032x}"
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of its matrices; biases may be float32 in any folder."""
+        tensors = stored_tensors(self._folder).values()
+        stored = next((tensor.dtype for tensor in tensors if len(tensor.shape) > 1), "F32")
+        return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
     @property
     def step(self) -> None:

@@ -14,13 +14,9 @@ import jax
 import numpy as np
 
 from maxbatch.around.huggingface.arrays.tensors import TensorPlace, parameter_places
-from maxbatch.around.huggingface.export.model import (
-    DTYPE_NAMES,
-    copy_tokenizer,
-    is_exported,
-    new_folder,
-)
+from maxbatch.around.huggingface.export.model import new_folder
 from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
+from maxbatch.around.huggingface.folder.files import is_exported, tokenizer_files
 from maxbatch.families.family import FAMILIES, Json
 from maxbatch.families.matrices import ParameterPath
 from maxbatch.model.parameters import parameter_path
@@ -29,7 +25,7 @@ from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.weights.parameters import load_adapters
 from maxbatch.system.errors import writing
 from maxbatch.system.storage.atomic_files import writing_folder
-from maxbatch.system.storage.safetensors import DTYPES, write_tensors
+from maxbatch.system.storage.safetensors import DTYPE_NAMES, DTYPES, write_tensors
 from maxbatch.update.adapters import Adapters, Target
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -99,7 +95,8 @@ def export_adapters(
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, CONFIG_FILE, is_exported) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
-            copy_tokenizer(config.data, folder)
+            for name, content in tokenizer_files(config.data).items():
+                (folder / name).write_bytes(content)
             write_json(
                 folder / CONFIG_FILE,
                 _config_json(config.decoder_block, config.load_parameters_path, adapters, modules),

@@ -94,6 +94,10 @@ class MaxTextCheckpoint(ForeignState):
         return [folder for folder in (items, items / "d") if folder.is_dir()]
 
     @property
+    def stored_dtype(self) -> None:
+        """None: its parameters are read in the config's type."""
+
+    @property
     def step(self) -> int | None:
         """The number of its folder; None without one. A folder 4 holds five updates (`updates`)."""
         return self._folder.folder_step
