@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ _QUIET = ("plan", "config")
 def files(folder: Path) -> dict[Path, int]:
     """Returns the files of a folder, with the times of their last change."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_command() -> Iterator[None]:
+    """Ends the variables that a command sets for its process, such as flags of a TPU."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def prepare(row: Row, monkeypatch: pytest.MonkeyPatch) -> list[str]:
