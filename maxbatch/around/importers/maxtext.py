@@ -6,12 +6,13 @@ import math
 import re
 
 from maxbatch.around.importers.maxtext_data import DATA_CONDITIONS, DATA_RULES
-from maxbatch.around.importers.maxtext_defaults import follows, is_default
+from maxbatch.around.importers.maxtext_defaults import default_of, follows, is_default
 from maxbatch.around.importers.maxtext_model import MODEL_CONDITIONS, MODEL_RULES
 from maxbatch.around.importers.maxtext_rl import RL_CONDITIONS, RL_RULES
 from maxbatch.around.importers.steps import take_checkpoint
 from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.maxtext.checkpoints.names import LAYER_MATRICES
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS, REMAT_TENSORS
@@ -28,15 +29,8 @@ _SPARSE = (  # its models with experts
     "qwen3-235b-a22b",
     "deepseek3-671b",
 )
-_TARGETS = {
-    "query": "query",
-    "key": "key",
-    "value": "value",
-    "out": "out",
-    "wi_0": "gate",
-    "wi_1": "up",
-    "wo": "down",
-}
+# Our names of the matrices that adapters adapt, by MaxText's.
+_TARGETS = {there: ours for ours, there in LAYER_MATRICES.items()}
 
 
 def _run_dir(t: Translation, word: str) -> None:
@@ -200,4 +194,5 @@ FORMAT = Format(
         "is_renamed": lambda _, word: word not in ("dpo.algo", "dpo.max_prompt_length"),
         "has_teacher": lambda t, _: t.states_below("student_overrides.", "teacher_overrides."),
     },
+    default_of=default_of,
 )

@@ -45,6 +45,18 @@ def is_known(word: str) -> bool:
     return word in _table()[BASE]
 
 
+def default_of(word: str) -> str:
+    """Returns the value of a word in base.yml, as a config states it: 32000 for 32_000."""
+    text = str(_table()[BASE][word])
+    if text == "None":
+        return "null"
+    number = re.fullmatch(r"(-?[\d_]+)(\.\d*)?(e-?\d+)?", text)
+    if number is None:
+        return text
+    whole, part, exponent = (group or "" for group in number.groups())
+    return f"{whole.replace('_', '')}{part.rstrip('.')}{re.sub('(?<=e-)0', '', exponent)}"
+
+
 def is_default(word: str, value: Stated) -> bool:
     """Returns whether a word has its default, from base.yml, else a module's file, else its
     type.

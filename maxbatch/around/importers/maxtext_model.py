@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Mapping
 
+from maxbatch.around.importers.maxtext_defaults import default_of
 from maxbatch.around.importers.table import Condition, Rule
 from maxbatch.around.importers.translation import Translation
+from maxbatch.around.maxtext.checkpoints.names import FAMILIES_OF_MAXTEXT
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS, ModelConfig
@@ -22,18 +24,19 @@ _NORMALISING = tuple(
     if family.always_normalises and not family.has_experts_beside_mlp
 )
 _ACTIVATIONS = KEYS["mlp_activations"].choices
-_DEFAULTS = {
-    "base_emb_dim": "2048",
-    "base_num_query_heads": "16",
-    "base_num_kv_heads": "16",
-    "base_mlp_dim": "7168",
-    "base_num_decoder_layers": "16",
-    "head_dim": "128",
-    "vocab_size": "32000",
-    "logits_via_embedding": "false",
-    "normalization_layer_epsilon": "1e-5",
-    "rope_max_timescale": "10000",
-}
+# The dimensions of a model without a name, which MaxText's defaults state.
+_DIMENSIONS = (
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
+    "head_dim",
+    "vocab_size",
+    "logits_via_embedding",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+)
 
 
 def is_preset(t: Translation, _: str) -> bool:
@@ -41,9 +44,9 @@ def is_preset(t: Translation, _: str) -> bool:
 
 
 def _dimensions(t: Translation, _: str) -> None:
-    for word, default in _DEFAULTS.items():
+    for word in _DIMENSIONS:
         if word not in t:
-            t.settings.setdefault(word, default)
+            t.settings.setdefault(word, default_of(word))
     _scale(t)
 
 
@@ -68,7 +71,7 @@ def _scale(t: Translation) -> None:
     }
     scaled: dict[str, str] = {}
     for word, power in powers.items():
-        number = t.number(word) if word in t else float(_DEFAULTS[word])
+        number = t.number(word) if word in t else float(default_of(word))
         if number is None or not number.is_integer():
             t.refuse(word, "must be a whole number", is_essential=True)
             return
@@ -132,18 +135,16 @@ def _is_cycle(t: Translation, word: str) -> bool:
     return cycle % math.lcm(max(1, experts), max(1, unrotated)) == 0
 
 
-# Families whose layers there leave the scale of scores in the query weights
-# (`layers/attentions.py`, `depth_scaling`).
-_SCALING = ("llama2", "mistral", "mixtral", "gemma", "gemma2")
-
-
 def _has_scaled_queries(t: Translation, _: str) -> bool:
     """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
     # a word with our name, which is mapped after the table's rows
     if t.text("use_qk_norm").lower() == "true":
         return False
     model = _model(t)
-    return model is not None and model.decoder_block in _SCALING and not model.use_qk_norm
+    if model is None or model.use_qk_norm:
+        return False
+    family = FAMILIES_OF_MAXTEXT.get(model.decoder_block)
+    return family is not None and family.scales_query
 
 
 def _scales_gemma(t: Translation, _: str) -> bool:
@@ -197,7 +198,7 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_cycle": _is_cycle,
     "is_e2b": lambda t, _: t.text("model_name") == "gemma4-e2b",
     "is_twice": lambda t, word: (
-        t.number(word) == 2 * (t.number("head_dim") or float(_DEFAULTS["head_dim"]))
+        t.number(word) == 2 * (t.number("head_dim") or float(default_of("head_dim")))
     ),
     "is_vocabulary": lambda t, word: t.number(word) == t.number("vocab_size"),
     "is_original_length": _is_original_length,

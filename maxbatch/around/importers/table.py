@@ -84,12 +84,14 @@ class Format:
         conditions: Mapping[str, Condition] | None = None,
         parent: Format | None = None,
         program: str | None = None,
+        default_of: Callable[[str], str] = lambda word: "",
     ) -> None:
         """Reads a table; missing sections, functions and defaults are its parent's.
 
         Args:
           name: the name of the table's file, and of the program in the table of words.
           program: the program's name for messages; None: that of the table of words.
+          default_of: returns the default of a word that the section states without a value.
         """
         self.program = program or FRAMEWORKS.get(name, name)
         self.equation = equation
@@ -102,7 +104,7 @@ class Format:
         own = dict(sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")))
         self.defaults: dict[str, str] = {
             **(parent.defaults if parent else {}),
-            **settings(own.get("defaults", "")),
+            **_defaults(own.get("defaults", ""), default_of),
         }
         self.signs = own.get("signs", "").split()
         self.sections: dict[str, list[list[Row]]] = {**(parent.sections if parent else {})}
@@ -238,6 +240,13 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 def settings(text: str) -> dict[str, str]:
     """Parses `WORD=VALUE ...`; values with blanks are quoted."""
     return {name: value.strip("'") for name, value in re.findall(r"(\S+?)=('[^']*'|\S*)", text)}
+
+
+def _defaults(text: str, default_of: Callable[[str], str]) -> dict[str, str]:
+    """Parses defaults in their order; those without a value are asked for."""
+    words = [word.partition("=")[0] for word in re.findall(r"\S+?='[^']*'|\S+", text)]
+    stated = settings(text)
+    return {word: stated[word] if word in stated else default_of(word) for word in words}
 
 
 def _blocks(text: str) -> list[list[Row]]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.around.words import rows
+from maxbatch.around.words import look_up, rows
 from maxbatch.commands import COMMANDS
 from maxbatch.config.sections import KEYS
 
@@ -43,6 +43,23 @@ def test_every_key_is_reachable_from_a_foreign_word() -> None:
         key.maxtext_name for key in KEYS.values()
     }
     assert set(KEYS) <= reached
+
+
+def test_the_table_leads_from_a_keys_other_name_in_maxtext_to_the_key() -> None:
+    """A key's row states its name in MaxText, and the table of words what to do with that word."""
+    names = {
+        word: key
+        for key in KEYS.values()
+        if key.maxtext_name and key.maxtext_name != key.name
+        for word in key.maxtext_name.split(" and ")
+        # MaxText's words that are keys here too, and the switch of a logger
+        if word not in KEYS and word != "enable_tensorboard"
+    }
+    missing = set()
+    for word, key in names.items():
+        row = look_up(word, "maxtext")
+        missing |= set() if row and key.name in row.keys else {word}
+    assert len(names) >= 12 and not missing
 
 
 def test_every_command_and_every_extra_is_reachable_from_a_foreign_word() -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import cycle_length
+from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import (
     DENSE_LAYERS,
     LAYERS,
@@ -29,11 +30,23 @@ from maxbatch.system.errors import ConfigError
 
 LAYER_AXIS = 1  # of an array of scanned layers, MaxText's `param_scan_axis`
 
+# The matrices of a layer that adapters adapt, by our names.
+LAYER_MATRICES = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "out": "out",
+    "gate": "wi_0",
+    "up": "wi_1",
+    "down": "wo",
+}
+_MLP_PARTS = ("gate", "up", "down")
 _ATTENTION = {
-    "attention.query": "query.kernel",
-    "attention.key": "key.kernel",
-    "attention.value": "value.kernel",
-    "attention.out": "out.kernel",
+    **{
+        f"attention.{part}": f"{name}.kernel"
+        for part, name in LAYER_MATRICES.items()
+        if part not in _MLP_PARTS
+    },
     "attention.query_bias": "query.bias",
     "attention.key_bias": "key.bias",
     "attention.value_bias": "value.bias",
@@ -52,17 +65,13 @@ _LATENTS = {
     "attention.latent_up": "wkv_b.kernel",
     "attention.out": "out.kernel",
 }
-_MLP = {"gate": "wi_0.kernel", "up": "wi_1.kernel", "down": "wo.kernel"}
+_MLP = {part: f"{LAYER_MATRICES[part]}.kernel" for part in _MLP_PARTS}
 _EXPERTS = {
     "experts.router": "gate.kernel",
     "experts.routed_bias": "gate.bias",
     "experts.router_bias": "gate.bias",
-    "experts.expert_gate": "wi_0",
-    "experts.expert_up": "wi_1",
-    "experts.expert_down": "wo",
-    "experts.expert_gate_bias": "wi_0_bias",
-    "experts.expert_up_bias": "wi_1_bias",
-    "experts.expert_down_bias": "wo_bias",
+    **{f"experts.expert_{part}": LAYER_MATRICES[part] for part in _MLP_PARTS},
+    **{f"experts.expert_{part}_bias": f"{LAYER_MATRICES[part]}_bias" for part in _MLP_PARTS},
 }
 _LLAMA_NORMS = {
     "attention_norm.scale": "pre_self_attention_layer_norm.scale",
@@ -101,15 +110,16 @@ def _layer(
 
 
 class MaxTextFamily(NamedTuple):
-    """A family as MaxText stores it."""
+    """A family as MaxText stores it.
+
+    Where our family's record states `norm_adds_one`, MaxText's scales hold the one; where it states
+    `scales_embedding`, MaxText's embedding holds the factor, and logits are divided by it.
+    """
 
     layer: Mapping[str, str]  # the names in a layer, by ours; `{}` stands for `local` or `global`
     cycle: int = 1  # layers that it scans together, each an array of its own
     dense: Mapping[str, str] | None = None  # the names in one of the first, dense layers
     scales_query: bool = False  # without `use_qk_norm` its query weights hold 1 / sqrt(head_dim)
-    adds_one: bool = False  # its norm scales are 1 + ours
-    # its embedding holds sqrt(base_emb_dim) times ours, and it divides logits by that
-    scales_embedding: bool = False
     flattens_head_norms: bool = False  # the scales of its norms over all heads are vectors
     alternates: bool = False  # a scanned layer is a local and a global one of ours
 
@@ -131,8 +141,6 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
     "gemma": MaxTextFamily(
         _layer(norms={ours: _GEMMA_NORMS[ours] for ours in _LLAMA_NORMS}),
         scales_query=True,
-        adds_one=True,
-        scales_embedding=True,
     ),
     "gemma2": MaxTextFamily(
         _layer(
@@ -143,13 +151,9 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
             mlp="mlp_{}",
         ),
         scales_query=True,
-        adds_one=True,
-        scales_embedding=True,
         alternates=True,
     ),
-    "gemma3": MaxTextFamily(
-        _layer(norms=_GEMMA_NORMS), cycle=6, adds_one=True, scales_embedding=True
-    ),
+    "gemma3": MaxTextFamily(_layer(norms=_GEMMA_NORMS), cycle=6),
     "gpt_oss": MaxTextFamily(
         _layer(norms=_LLAMA_NORMS, attention="GptOssAttention", experts="GptOssMlp"), cycle=2
     ),
@@ -260,9 +264,9 @@ def _place(
     ):
         # A product with the scale and a bias without it would not be the same scores.
         factor = math.sqrt(model.head_dim) * weight_factor(model, row.path)
-    if family.scales_embedding and within == "embedding":
+    if FAMILIES[model.decoder_block].scales_embedding and within == "embedding":
         factor = weight_factor(model, row.path) / math.sqrt(model.base_emb_dim)
-    if family.adds_one and norms_add_one(model) and within.endswith("norm.scale"):
+    if norms_add_one(model) and within.endswith("norm.scale"):
         offset = -1.0
     is_flat = family.flattens_head_norms and within in (
         "attention.query_norm.scale",
