@@ -95,6 +95,7 @@ def attend(
         places_L = jnp.arange(q_MxLxHxh.shape[1])
         mask &= scores.in_window((places_L[:, None] - places_L[None, :])[None, None])
     num_values = v_MxLxKxh.shape[-1]
+
     if scores.soft_cap or sinks_H is not None:
         return _attend_plainly(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores, sinks_H)
     if scores.implementation == "cudnn":
@@ -146,6 +147,7 @@ def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Arra
     if sinks_H is None:
         return jax.nn.softmax(logits_MxKxGxLxL)
     sinks = sinks_H.astype(jnp.float32).reshape(1, *logits_MxKxGxLxL.shape[1:3], 1, 1)
+    # The largest score is taken off against overflow; it cancels, so it needs no gradient.
     peak = jax.lax.stop_gradient(
         jnp.maximum(jnp.max(logits_MxKxGxLxL, axis=-1, keepdims=True), sinks)
     )
@@ -182,6 +184,7 @@ def attend_to_cache(
             attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT))
         )
         return blocks_attended.swapaxes(0, 1).reshape(rows, tokens + more, heads, -1)[:, :tokens]
+
     kv_heads = cache.keys_NxBxKxLxh.shape[1]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
     logits, visible_BxTxL = _cache_logits(q_BxTxKxGxh, cache, positions_BxT, scores)
@@ -206,6 +209,8 @@ def _cache_logits(
     )
     slots_BxL = jnp.arange(k_BxKxLxh.shape[2])[None]
     is_held_BxL = jnp.ones_like(slots_BxL, bool)
+
+    # The slots of a shared prompt come first; those behind a row's own prompt are empty.
     if cache.prompts is not None:
         assert cache.starts_B is not None, "rows behind a prompt have a start"
         k_QxKxPxh, starts_Bx1 = cache.prompts.keys_NxBxKxLxh, cache.starts_B[:, None]
@@ -221,6 +226,7 @@ def _cache_logits(
             [jnp.broadcast_to(slots_1xP, is_held_BxP.shape), own_BxL], axis=1
         )
         is_held_BxL = jnp.concatenate([is_held_BxP, jnp.ones_like(own_BxL, bool)], axis=1)
+
     distances_BxTxL = positions_BxT[:, :, None] - slots_BxL[:, None]
     visible_BxTxL = is_held_BxL[:, None] & (distances_BxTxL >= 0)
     if scores.is_local is not False:

@@ -94,7 +94,7 @@ class Cache(NamedTuple):
         """Returns the cache with the keys and values of T neighbouring tokens of each row in one
         layer.
         """
-        whole = positions_BxT.shape[1] == self.length
+        whole = positions_BxT.shape[1] == self.length  # a plain assignment is cheaper than scatter
         if self.starts_B is not None:
             positions_BxT = positions_BxT - self.starts_B[:, None]
         slots_BxTx2 = jnp.stack([jnp.full_like(positions_BxT, layer), positions_BxT], axis=-1)

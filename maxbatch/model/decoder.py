@@ -286,7 +286,7 @@ class NumberedLayer(NamedTuple):
 
 
 LayerDef: TypeAlias = nnx.GraphDef[Any]  # of a layer or of a cycle of layers
-One = TypeVar("One", DecoderLayer, LayerCycle)
+StackedModule = TypeVar("StackedModule", DecoderLayer, LayerCycle)
 
 
 class Decoder(nnx.Module):
@@ -344,6 +344,8 @@ class Decoder(nnx.Module):
                 constrain=constrain,
             )
             self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
+
+        # Inside of a pipeline activations are of one stage, so its own constraint places them.
         inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
         self.num_stacked, self.cycle_length = num_stacked(config), cycle_length(config)
 
@@ -375,7 +377,7 @@ class Decoder(nnx.Module):
             if FAMILIES[config.decoder_block].scales_embedding
             else None
         )
-        # multiplies the embedding in the stream
+        # multiplies the embedding where it enters the stream
         self.embedding_scale = None if config.gemma_weights_scaled else scale
         # is a factor of the embedding's weights, so it divides tied logits
         self.held_scale = scale if config.gemma_weights_scaled else None
@@ -411,6 +413,7 @@ class Decoder(nnx.Module):
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
         inputs, inputs_of_shared = self._layer_inputs(tokens_MxL, x_MxLxD)
 
+        # The functions below run one element of a stack; the stacks run after them.
         def through(
             layerdef: LayerDef,
             shared: SharedKeys,
@@ -472,9 +475,13 @@ class Decoder(nnx.Module):
         slots = Slots(
             segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None
         )
+
+        # First layers without experts.
         if self.num_dense:
             layerdef, parameters = _split(self.dense_layers)
             x_MxLxD, _ = plainly(layers_of(layerdef), x_MxLxD, Stacked(parameters))
+
+        # Two stacks, of which the second reads the keys and values of the first one's last cycle.
         layerdef, parameters = _split(self.layers)
         if self.shares_keys:
             layer = checkpointed(
@@ -490,6 +497,8 @@ class Decoder(nnx.Module):
                 layers_of(layerdef, shared), x_MxLxD, Stacked(parameters, inputs=inputs_of_shared)
             )
             return Hidden(self.final_norm(x_MxLxD), None)
+
+        # A pipeline, or the layers that sum their gradients: it takes them in an order of its own.
         if self.layer_runner is not None:
             order = self.layer_runner.order(self.num_stacked)
             run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
@@ -499,6 +508,7 @@ class Decoder(nnx.Module):
                 jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
             )
             return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
+
         stacked = self._stacked(parameters)._replace(inputs=inputs)
         x_MxLxD, sums = plainly(layers_of(layerdef), x_MxLxD, stacked)
         return Hidden(self.final_norm(x_MxLxD), self._by_layer(sums))
@@ -607,6 +617,7 @@ class Decoder(nnx.Module):
                     rope = None
                     if ropes is not None and module.has_rope:
                         rope = ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
+                    # a layer without keys of its own reads the slots of the cycle before it
                     read, of_layer = (
                         (self.places_of_keys[place], first) if shares else (place, index)
                     )
@@ -708,7 +719,9 @@ def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:
     return layerdef, parameters
 
 
-def _stack_of(make: Callable[..., One], size: int, stack: str, rngs: nnx.Rngs) -> One:
+def _stack_of(
+    make: Callable[..., StackedModule], size: int, stack: str, rngs: nnx.Rngs
+) -> StackedModule:
     """Returns `size` layers, or cycles, as one module, whose parameters have a leading axis of the
     stack's name.
 
@@ -720,7 +733,7 @@ def _stack_of(make: Callable[..., One], size: int, stack: str, rngs: nnx.Rngs) -
     def first_values(key: jax.Array) -> State:
         return drawn(nnx.state(make(rngs=Later(params=key))))
 
-    layers: One = nnx.merge(
+    layers: StackedModule = nnx.merge(
         layerdef, jax.lax.map(first_values, jax.random.split(rngs.params(), size))
     )
     _name_axis(layers, stack)

@@ -67,6 +67,8 @@ def token_losses(
     weight_sum = jnp.sum(weights_MxL)
     rows, length = targets_MxL.shape
     width, vocabulary = w_DxV.shape
+
+    # Where it moves fewer bytes, devices exchange tokens, and each has a part of the vocabulary.
     axes = Axes("batch", "vocab")
     if exchanges_tokens(targets_MxL.size, vocabulary, constrain):
         axes = Axes(None, OVER_ROWS)
@@ -75,6 +77,7 @@ def token_losses(
             for array in (x_MxLxD, targets_MxL, weights_MxL)
         )
         vocabulary, batch_shards = vocabulary // batch_shards, 1
+
     pieces = _num_pieces(rows // batch_shards, length, (width, vocabulary), constrain.platform)
     cut = partial(_cut, shards=batch_shards, pieces=pieces)
     w_DxV = w_DxV.astype(x_MxLxD.dtype)
@@ -138,9 +141,9 @@ def token_logprobs_of(
     )
     is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, tokens_MxL.shape, 1) == 0
 
-    def after_first(found_MxL: jax.Array) -> jax.Array:
+    def after_first(scores_MxL: jax.Array) -> jax.Array:
         return jnp.where(
-            is_first_MxL, jnp.zeros((), found_MxL.dtype), jnp.roll(found_MxL, 1, axis=1)
+            is_first_MxL, jnp.zeros((), scores_MxL.dtype), jnp.roll(scores_MxL, 1, axis=1)
         )
 
     return TokenScores(*map(after_first, scores))

@@ -101,8 +101,8 @@ def drawn(state: State) -> State:
         units = jax.lax.map(draw, jnp.stack(keys)) if keys[1:] else [draw(keys[0])]
         for place, unit in zip(places, units, strict=True):
             leaves[place] = leaves[place].made(unit)
-    made: State = jax.tree.unflatten(treedef, leaves)
-    return made
+    parameters: State = jax.tree.unflatten(treedef, leaves)
+    return parameters
 
 
 def parameter_path(path: KeyPath) -> ParameterPath:

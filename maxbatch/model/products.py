@@ -239,10 +239,10 @@ def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
     axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
     if x_MxLxD.shape[0] % num_shards(mesh, axes):
         return x_MxLxD
-    held = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
+    hold = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
     # In shard_map, because the partitioner gathers an array whose layout is fixed.
     x_held: jax.Array = jax.shard_map(
-        held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        hold, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )(x_MxLxD)
     return x_held
 

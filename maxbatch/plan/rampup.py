@@ -365,8 +365,8 @@ class RampupBatchManager:
     @functools.cached_property
     def _visits(self) -> tuple[_Visit, ...]:
         """The stages that the run passes through, from its start or from the anchor on."""
-        # Earlier sessions may have had other batches. The plan from the start describes them only if
-        # it leads to the anchor.
+        # Earlier sessions may have had other batches: the plan from the start describes them only
+        # if it leads to the anchor.
         visits = self._walk(0, 0)
         is_whole = (
             self.split_stages[visits[-1].stage].batch > 0

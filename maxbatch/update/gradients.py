@@ -210,6 +210,7 @@ class Accumulation:
         nothing = jnp.zeros(shards, jnp.float32)
         others = dict.fromkeys(self._objective.others, nothing)
         limbs, tokens = jnp.zeros((shards, 4), jnp.uint32), jnp.zeros(shards, jnp.uint32)
+
         layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
         layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
         noise_parts = NoiseParts(nothing, nothing, nothing)
@@ -259,6 +260,7 @@ class Accumulation:
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
         of_layers, rest = self._apart(weights.trained, bool(sums.layers))
         others = of_layers if weights.frozen is None else weights.frozen
+
         (_, (loss_d, weight_d, others_d, routing_d)), (gradients, layers) = self._partial_gradients(
             rest, sums.layers, others, scale, shards
         )

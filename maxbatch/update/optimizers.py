@@ -52,7 +52,7 @@ def make_optimizer(
       settings: the update's settings. They are not in the state, so make one optimizer inside the
         step for its update, and one with any settings (`AT_REST`) for `init`.
       has_experts: whether some matrices are stacked by layer and by expert.
-      own: makes a user's optimizer, which replaces `opt_type` and its constants.
+      own_optimizer: makes a user's optimizer, which replaces `opt_type` and its constants.
 
     Returns:
       A transformation of averaged and clipped gradients. Every array of the state, except counts,
@@ -74,6 +74,7 @@ def make_optimizer(
         direction = _adam_by_sde(config, config.adam_b1, config.adam_b2, settings.batch_ratio)
     else:
         direction = _direction(config, config.adam_b1, config.adam_b2, has_experts)
+
     decay = (
         settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     )
@@ -439,6 +440,7 @@ def _one_by_one(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     any.
     """
 
+    # vmap refuses a tree without arrays, as that of a group of no parameters.
     def mapped(function: Callable[..., object], tree: Tree) -> Callable[..., object]:
         return jax.vmap(function) if jax.tree.leaves(tree) else function
 

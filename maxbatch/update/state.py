@@ -161,6 +161,7 @@ def abstract_state(
     opt_state = jax.eval_shape(optimizer.init, stepped)
     whole = NamedSharding(mesh, P())
 
+    # A moment of a parameter's shape is sharded as the parameter; counts and the like are whole.
     def is_masked(moment: object) -> bool:
         return isinstance(moment, optax.MaskedNode)  # handled by another part of the optimizer
 
@@ -190,12 +191,12 @@ def abstract_state(
         opt_state = BalancedState(opt_state, jax.eval_shape(balance.no_counts))
         opt_shardings = opt_state._replace(optimizer=opt_shardings, last_counts_NxE=whole)
     state = TrainState(params, opt_state, frozen)
-    made: TrainState = jax.tree.map(
+    sharded: TrainState = jax.tree.map(
         with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings)
     )
     if config.optimizer.parameter_average_half_life is None:
-        return made
-    return made._replace(average=average_shapes(made.params))
+        return sharded
+    return sharded._replace(average=average_shapes(sharded.params))
 
 
 def init_state(
@@ -221,8 +222,8 @@ def init_state(
         )
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
-    return made
+    state: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
+    return state
 
 
 def init_opt_state(
@@ -236,12 +237,12 @@ def init_opt_state(
     balance = Balance.from_config(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
 
-        def rest(params: State) -> tuple[optax.OptState, State | None]:
+        def begin(params: State) -> tuple[optax.OptState, State | None]:
             return _first_opt_state(config, balance, params, own_optimizer), _first_average(
                 config, params
             )
 
-        opt_state, average = jax.jit(rest, out_shardings=(shardings.opt_state, shardings.average))(
+        opt_state, average = jax.jit(begin, out_shardings=(shardings.opt_state, shardings.average))(
             params
         )
         return TrainState(params, opt_state, average=average)
@@ -249,8 +250,8 @@ def init_opt_state(
     def start(seed: jax.Array) -> TrainState:
         return _started(config, abstract.model, seed, balance, own_optimizer).saved
 
-    made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
-    return TrainState(made.params, made.opt_state, params, made.average)
+    fresh = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
+    return TrainState(fresh.params, fresh.opt_state, params, fresh.average)
 
 
 def _started(

@@ -156,6 +156,8 @@ def update(
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
 
+    # One division by the weight of the whole batch, after the sum: the cut of the batch is no part
+    # of the result.
     def stepped(state: TrainState, gradient_sum: State) -> TrainState:
         params, opt_state = learned(state.params, balance), state.opt_state
         gradient = jax.tree.map(lambda g: g / denominator, learned(gradient_sum, balance))
@@ -175,6 +177,7 @@ def update(
             params=params, opt_state=opt_state, average=_moved(state.average, params, settings)
         )
 
+    # A branch, so that the usual update does not compute the new state twice to check it.
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
         finite & (own_optimizer is not None or _may_overflow(config, settings)),
@@ -184,9 +187,11 @@ def update(
         totals.gradient,
     )
     applies = finite & (totals.weight > 0)
+
     routing = None
     if balance is not None and totals.routing is not None:
         routing = balance.metrics(totals.routing, state.opt_state.last_counts_NxE)
+
     new = stepped(state, totals.gradient)
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
     loss = totals.loss / denominator

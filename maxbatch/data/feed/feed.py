@@ -167,7 +167,7 @@ class Feed:
                     manager.rows_at(position),
                     manager.rows_at(manager.position_after(end - 1)),
                 )
-                num_batches = end - step - (last_rows < num_rows)
+                num_batches = end - step - (last_rows < num_rows)  # a smaller last one comes after
                 series.append(
                     BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True))
                 )

@@ -148,6 +148,7 @@ class Placement:
         """
         if self._expansion == 1:
             return np.arange(micro_batch)[None]
+        # Array i of e holds the rows after those of the arrays before, in its loading slots.
         per_device = self._num_slots(micro_batch) // len(self._device_loads)
         loads_S = np.repeat(self._device_loads, per_device)
         first_e = np.arange(self._expansion)[:, None] * loads_S.sum()
@@ -206,6 +207,7 @@ class Placement:
 
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "asked for devices of this host only"
+            # A device has one run of slots; find its place among those of this host.
             start, stop, _ = index[1].indices(num_slots)
             place = int(np.searchsorted(self._local_slots(num_slots), start))
             return local[:, place : place + stop - start, index[2]]

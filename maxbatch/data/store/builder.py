@@ -170,11 +170,14 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
         itemsize = np.dtype(TokenLayout.from_config(build.config, build.tokenizer).dtype).itemsize
         finished, old = shards.found(itemsize), store_files(folder)
         shards.begin()
+
         local = Path(temporary)
         shard_tokens = build.shard_tokens or SHARD_TOKENS
         manifest = _write_files(
             local, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep
         )
+
+        # A lease that lapsed meanwhile may be another builder's: ask before each step that shows.
         check()
         (folder / MANIFEST).unlink(missing_ok=True)  # of a replaced store
         for file in local.iterdir():
@@ -226,6 +229,7 @@ def _written(
     tokeniser = Tokeniser(
         source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer)
     )
+    # Equal records are compared by the digests of their documents.
     seen = (
         SeenRecords(folder, recipe.documents_per_record, build.held_out)
         if build.config.deduplicate
@@ -243,14 +247,16 @@ def _written(
         total.text_bytes += done.text_bytes
         build.progress(done.source_bytes)
 
+    # What an earlier, killed build finished: its facts, and none of its tokens again.
     for shard in finished:
         add(shard.facts)
         if seen is not None:
             seen.duplicates(shard.facts.digests)  # has none, and is there from now on
         tokens.append(shard.facts.tokens)
         jobs_done += shard.jobs
-        for some in shard.hashes:
-            hashes.append(some)
+        for block_hashes in shard.hashes:
+            hashes.append(block_hashes)
+
     jobs = itertools.islice(source.jobs(), jobs_done, None)
     try:
         with ShardWriter(folder, build.shard_tokens, len(tokens), hashes, keep) as writer:
@@ -269,12 +275,14 @@ def _written(
             f"{reasons_text(total.reasons)})"
         )
     source.refuse_changed()
+
     itemsize = np.dtype(layout.dtype).itemsize
     sizes = [count * itemsize for count in (*tokens, *writer.sizes)]
     table.finish()
     checksum = hashes.append_table(table)
     content = total.content.hexdigest()
     hashes.write(folder / BLOCKS, content)
+
     facts = {
         "version": VERSION,
         "content": content,

@@ -254,6 +254,7 @@ class RangedTable:
 
     def runs(self) -> Iterator[np.ndarray]:
         step = _BLOCKS_OF_A_PASS * BLOCK_DOCUMENTS
+        # The last start of a request is the first one of the next: it is counted once.
         checksum, end = zlib.crc32(self._header), b""
         for starts in self._read_ahead(range(0, self._num_documents, step)):
             checksum, end = zlib.crc32(starts[:-1].data, checksum), starts[-1:].tobytes()
@@ -280,9 +281,12 @@ class RangedTable:
 
     def _find(self, token: int) -> int:
         """Returns the last document that begins at or before a token of the store."""
+        # The nearest known starts around the token bound the search.
         with self._lock:
             place = bisect_right(self._marks, (token, self._num_documents + 1))
             (low, first), (high, end) = self._marks[place - 1], self._marks[place]
+
+        # Interpolate, since documents are about equally long; halving bounds the steps elsewhere.
         steps = 0
         while True:
             steps += 1
@@ -311,12 +315,13 @@ class RangedTable:
             self._blocks.move_to_end(number)
             while len(self._blocks) > max(1, KEPT_BYTES // (8 * BLOCK_DOCUMENTS)):
                 self._blocks.popitem(last=False)
+        # One thread reads the block; those that ask meanwhile wait for its future.
         if is_new:
             try:
                 block.set_result(self._read(number))
             except BaseException as error:
                 with self._lock:
-                    self._blocks.pop(number, None)
+                    self._blocks.pop(number, None)  # the next one who asks tries again
                 block.set_exception(error)
         return block.result()
 

@@ -126,6 +126,7 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
+
         form = file_format(dataset_type)
         names = field_names(config.record_fields) or {}
         named = names.get("text", config.text_field)

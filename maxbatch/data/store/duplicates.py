@@ -43,7 +43,7 @@ class HashTable:
           numbers: uint64[n], those of the hashes.
         """
         hashes = np.ascontiguousarray(hashes)
-        hashes[~hashes.any(axis=1)] = 1
+        hashes[~hashes.any(axis=1)] = 1  # zeros mark a free slot
         _, firsts, places = np.unique(
             hashes.view("V16").ravel(), return_index=True, return_inverse=True
         )
@@ -56,19 +56,21 @@ class HashTable:
         one.
         """
         slots, firsts = self._slots, numbers.copy()
-        left, last = np.arange(len(hashes)), np.uint64(len(slots) - 1)
+        # The slots are a power of two, so `& last` is the remainder.
+        pending, last = np.arange(len(hashes)), np.uint64(len(slots) - 1)
         at = hashes[:, 1] & last
-        while len(left):
-            wanted = hashes[left]
+        while len(pending):
+            wanted = hashes[pending]
             is_free = ~slots[at, :2].any(axis=1)
             # of several hashes for a slot the last gets it
             slots[at[is_free], :2] = wanted[is_free]
             is_there = (slots[at, :2] == wanted).all(axis=1)
             is_new = is_free & is_there
-            slots[at[is_new], 2] = numbers[left[is_new]]
-            firsts[left[is_there]] = slots[at[is_there], 2]
+            slots[at[is_new], 2] = numbers[pending[is_new]]
+            firsts[pending[is_there]] = slots[at[is_there], 2]
             self._filled += int(is_new.sum())
-            left, at = left[~is_there], (at[~is_there] + np.uint64(1)) & last
+            # The others go on to the next slot.
+            pending, at = pending[~is_there], (at[~is_there] + np.uint64(1)) & last
         return firsts
 
     def _double(self) -> None:
@@ -78,9 +80,9 @@ class HashTable:
             0,
         )
         for begin in range(0, len(old), _CHUNK_SLOTS):
-            some = np.array(old[begin : begin + _CHUNK_SLOTS])
-            some = some[some[:, :2].any(axis=1)]
-            self._added(some[:, :2], some[:, 2])
+            chunk = np.array(old[begin : begin + _CHUNK_SLOTS])
+            filled = chunk[chunk[:, :2].any(axis=1)]
+            self._added(filled[:, :2], filled[:, 2])
 
 
 def _free_slots(folder: Path, count: int) -> np.ndarray:

@@ -164,6 +164,7 @@ class IndexTable(LocalTable):
             end = int(ends_n[-1])
         if end > token_bytes:
             raise ValueError(f"its sequences have {end} bytes, and the .bin file has {token_bytes}")
+
         if first_mark := int(self.marks_D[0]):
             raise ValueError(
                 f"its first document begins at sequence {first_mark}, and must begin at 0"
@@ -260,6 +261,7 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
     def damaged(problem: str) -> ConfigError:
         return ConfigError(f"{where}: {index_file} cannot be used: {problem}")
 
+    # Small facts of the index first; the whole of both files only if the cache has no hashes.
     layout = _layout(read_range(index_file, 0, _HEADER.size), files[1].size, damaged)
     path = index_file if isinstance(index_file, Path) else _copied(config, files[1])
     table = IndexTable(path, layout)
@@ -281,6 +283,7 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
                     )
                 with contextlib.suppress(OSError):  # the cache may only be read
                     keep(cached, known)
+
     content, whole, _ = known
     sizes = (num_bytes, files[1].size)
     for file, size, stamp, hashed in zip(
@@ -292,6 +295,7 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
             f"{where}: {bin_file} has {files[0].size} bytes, and the sequences of "
             f"{index_file.name} end after {num_bytes}; the rest is not read"
         )
+
     facts: StoreFacts = {
         "content": content,
         "whole_content": whole,

@@ -66,6 +66,7 @@ class RangedTokens:
         self._mapped(number, Path(str(self._files[number]))).check()
 
     def _gather(self, wanted: np.ndarray) -> np.ndarray:
+        # Places in order, cut into ranges where the next place is too far to be read along.
         places, inverse = np.unique(wanted, return_inverse=True)
         step_sizes = np.diff(places)
         longest_step = _longest_step(step_sizes[step_sizes > 1], len(places), self.dtype.itemsize)

@@ -254,6 +254,7 @@ class TokenStore:
         # The hash covers all bits of an id only if the id fits into the type that is hashed.
         end_of_ids = min(np.iinfo(layout.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
         content, number, is_whole = new_content_hash(), 0, True
+        # The content hash leaves bos and eos out, so they are compared one by one.
         for starts in self.table.runs():
             begins, ends = starts[:-1] + len(bos), starts[1:] - len(eos)
             is_whole = (

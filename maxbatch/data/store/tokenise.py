@@ -242,11 +242,13 @@ def tokenise_all(
             if seen is None:
                 yield tokeniser.tokenise(job, file)
                 continue
+            # which documents are duplicates is known when the whole job has been read
             with tempfile.TemporaryFile(dir=folder) as whole_job:
                 done = tokeniser.tokenise(job, whole_job)
                 whole_job.seek(0)
                 yield _append(done, whole_job, file, seen, itemsize)
         return
+
     # The pieces of a job bring their files; a list of all files may be long.
     setup = functools.partial(
         _part_writer, replace(tokeniser, source=replace(tokeniser.source, files=()))
@@ -259,6 +261,7 @@ def tokenise_all(
     most_waiting = 4 * workers
     files = [None] if cluster else [folder / f"part-{number}" for number in range(most_waiting)]
     parts = map(_Part, jobs, itertools.cycle(files))
+
     pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer]
     if cluster:
         from maxbatch.system.processes.ray_cluster import RayPool
@@ -289,6 +292,7 @@ def _append(
         shutil.copyfileobj(tokens, file, _COPY_BYTES)
         return done
     offsets = np.concatenate([[0], np.cumsum(np.frombuffer(done.lengths, np.int64))]) * itemsize
+    # Runs of documents that are all kept or all duplicates.
     borders = [0, *(np.flatnonzero(np.diff(duplicates)) + 1).tolist(), len(duplicates)]
     for first, end in itertools.pairwise(borders):
         if duplicates[first]:
@@ -338,7 +342,7 @@ def _in_order(
         if len(waiting) == most_waiting:
             yield first()
         if part.file is not None:
-            part.file.touch()
+            part.file.touch()  # a worker opens it without truncating it
         [future] = pool.submit([part])
         waiting.append((part, future))
     while waiting:

@@ -59,6 +59,8 @@ def best_fit(extents: Extents, row_length: int) -> Packing:
     start_P, length_P = _cut(*extents, row_length)
     row_P, opener_R = _fit(length_P, row_length)
     num_rows = len(opener_R)
+
+    # Rows in the order of the pieces that opened them, then pieces by row in their own order.
     rank_R = np.empty(num_rows, row_P.dtype)
     rank_R[_stable_order(opener_R, len(start_P))] = np.arange(num_rows)
     row_P = rank_R[row_P]
@@ -71,6 +73,7 @@ def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.nd
     """Returns start (int64) and length (int32) of each document's pieces, in the order of the
     dataset.
     """
+    # In place, since each of these arrays may be the largest of the build.
     count_S = -(-(end_S - start_S) // row_length)
     first_S = np.cumsum(count_S) - count_S
     place_P = np.arange(int(count_S.sum()))
@@ -84,6 +87,8 @@ def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.nd
 
 def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row of each piece (in order of opening), and the piece that opened each row."""
+    # Pieces in an order that spreads them over the dataset, sorted by length. Arrays are dropped as
+    # soon as they are used: there may be billions of pieces.
     keys_P = np.arange(len(length_P), dtype=np.uint64)
     keys_P *= _GOLDEN
     keys_P >>= np.uint64(48)
@@ -91,6 +96,7 @@ def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]
     del keys_P
     by_length = spread[_stable_order(length_P[spread], row_length + 1)]
     del spread
+
     end_of_length = np.cumsum(np.bincount(length_P, minlength=row_length + 1)).tolist()
     rows = _Rows(len(length_P), row_length)
     for length in range(row_length, 0, -1):
@@ -118,7 +124,7 @@ class _Rows:
             space = heappop(self._usable)
             pieces = self._fill(np.concatenate(self._by_space.pop(space)), space, pieces, length)
         if len(pieces):
-            opener = pieces[:: self._row_length // length]
+            opener = pieces[:: self._row_length // length]  # a row takes this many of the length
             rows = np.arange(self._num_rows, self._num_rows + len(opener), dtype=self.row_P.dtype)
             self.openers.append(opener)
             self._num_rows += len(rows)
@@ -133,15 +139,16 @@ class _Rows:
         row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
         self.row_P[pieces[: len(row_of_piece)]] = row_of_piece
         full = len(row_of_piece) // per_row
-        for some, left in (
+        # Rows with all pieces that fit, at most one with fewer, and untouched ones.
+        for group, free in (
             (rows[:full], space - per_row * length),
             (rows[full:used], space - (len(row_of_piece) - full * per_row) * length),
             (rows[used:], space),
         ):
-            if len(some) and left:
-                if left >= length and left not in self._by_space:
-                    heappush(self._usable, left)
-                self._by_space.setdefault(left, []).append(some)
+            if len(group) and free:
+                if free >= length and free not in self._by_space:
+                    heappush(self._usable, free)
+                self._by_space.setdefault(free, []).append(group)
         return pieces[len(row_of_piece) :]
 
 

@@ -152,6 +152,7 @@ class Reader:
         order: Order,
         read_ahead: ReadAhead,
     ):
+        # At least four blocks make up the rows to read ahead, so that reading can overlap.
         size = max(1, min(_BLOCK_TOKENS // row_length, read_ahead.rows // 4))
         self._blocks = RowBlocks(batch, order, size)
         self._worker_count = read_ahead.worker_count
@@ -183,7 +184,7 @@ class Reader:
             self.position += len(block["tokens"])
         if len(blocks) == 1:
             return blocks[0]
-        blocks = blocks or [self._blocks.batch([])]
+        blocks = blocks or [self._blocks.batch([])]  # arrays of no rows, with their types
         return {name: np.concatenate([part[name] for part in blocks]) for name in blocks[0]}
 
     def close(self) -> None:

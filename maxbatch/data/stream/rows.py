@@ -126,6 +126,7 @@ class BlockLayout:
             count = len(starts) - 1
             numbers_S = documents.between(first, first + count) - first
             extents = Extents.of(starts, numbers_S)
+            # Slots per block: the split's documents up to each block's end, then the slots of them.
             ends_K = np.searchsorted(
                 numbers_S, np.arange(0, count, table.block_documents) + table.block_documents
             )
@@ -140,6 +141,7 @@ class BlockLayout:
         first_block_n, last_block_n = (
             np.searchsorted(self._before_K, np.stack([first_n, last_n]), side="right") - 1
         )
+        # All blocks from the first to the last slot of each row; block 0 if there are no rows.
         ends_of_n = zip(first_block_n.tolist(), last_block_n.tolist(), strict=True)
         numbers = sorted(
             {number for first, last in ends_of_n for number in range(first, last + 1)} or {0}
@@ -148,6 +150,7 @@ class BlockLayout:
         extents = [
             self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)
         ]
+
         first_S: list[np.ndarray] = []
         for number, extent in zip(numbers, extents, strict=True):
             slots_S = extent.slots(self._slot_tokens)
@@ -192,11 +195,15 @@ class ConcatenatePlan:
         begin_n = rows_n * self.row_length
         end_n = np.minimum(begin_n + self.row_length, self.num_tokens)
         joined, store_start_S = self._joined(begin_n, end_n - 1)
+
+        # The documents of each row, numbered as in `joined`: one piece for each.
         first_n, last_n = joined.containing(np.stack([begin_n, end_n - 1]))
         count_n = last_n - first_n + 1
         row_P = np.repeat(np.arange(len(rows_n)), count_n)
         place_P = np.arange(len(row_P)) - np.repeat(np.cumsum(count_n) - count_n, count_n)
         document_P = first_n[row_P] + place_P
+
+        # A piece is the part of its document within its row, at its place in the store.
         start_P, next_start_P = joined.starts(np.stack([document_P, document_P + 1]))
         low_P = np.maximum(start_P, begin_n[row_P])
         high_P = np.minimum(next_start_P, end_n[row_P])
@@ -253,9 +260,13 @@ def assemble(
     end_P = np.cumsum(length_P)
     begin_P = end_P - length_P
     total = int(end_P[-1]) if len(end_P) else 0
+
+    # Pieces are numbered from 1 in each row.
     new_row_P = np.diff(row_P, prepend=-1) != 0
     first_piece_P = np.maximum.accumulate(np.where(new_row_P, np.arange(len(row_P)), 0))
     segment_P = (np.arange(len(row_P)) - first_piece_P + 1).astype(np.int32)
+
+    # All tokens by one indexing: begin_P is a piece's place in the result, start_P in the store.
     stored = tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)]
     weights = np.ones(total, np.float32)
     if trained_bit is not None:
@@ -267,10 +278,12 @@ def assemble(
         "segments": np.repeat(segment_P, length_P),
         "weights": weights,
     }
-    filled["weights"][begin_P] = 0
+    filled["weights"][begin_P] = 0  # nothing before a segment's first token predicts it
+
     shape = (num_rows, row_length)
     if total == num_rows * row_length:
         return {name: slots.reshape(shape) for name, slots in filled.items()}
+    # A row's pieces fill it from the left; the rest is padding.
     length_n = np.bincount(row_P, weights=length_P, minlength=num_rows).astype(np.int64)
     is_filled_nxL = np.arange(row_length) < length_n[:, None]
     rows = {name: np.zeros(shape, slots.dtype) for name, slots in filled.items()}

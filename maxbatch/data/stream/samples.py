@@ -83,13 +83,16 @@ class Mixed:
 
     def batch(self, indices: Indices) -> RowArrays:
         source_n, place_n = self._order.at(indices)
+        # Without indices, the first source gives arrays of no rows with the right types.
         batches = [
             self._epochs[source].batch(place_n[source_n == source].tolist())
             for source in np.unique(source_n).tolist() or [0]
         ]
-        place_in_parts_n = np.argsort(np.argsort(source_n, kind="stable"))
+
+        # Joined, the samples stand by source; the inverse of that order puts them back.
+        place_in_joined_n = np.argsort(np.argsort(source_n, kind="stable"))
         return {
-            name: np.concatenate([batch[name] for batch in batches])[place_in_parts_n]
+            name: np.concatenate([batch[name] for batch in batches])[place_in_joined_n]
             for name in batches[0]
         }
 
@@ -131,11 +134,9 @@ def _trained(sources: Sequence[RowSource]) -> dict[str, object]:
     figures = [rows.trained for rows in sources if rows.trained]
     if not figures:
         return {}
-    tokens = TrainedTokens(
-        *map(sum, zip(*(conversations.tokens for conversations in figures), strict=True))
-    )
+    tokens = TrainedTokens(*map(sum, zip(*(trained.tokens for trained in figures), strict=True)))
     return {
-        "overlong_records": sum(conversations.num_overlong for conversations in figures),
+        "overlong_records": sum(trained.num_overlong for trained in figures),
         "trained_tokens": tokens.total,
         "trained_tokens_per_sample": {"mean": tokens.mean, "std": tokens.std},
     }

@@ -138,6 +138,7 @@ class Experts(nnx.Module):
         if self.has_biases:
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
+
         mesh = self.constrain.mesh
         compute_over = partial(
             computed_by,
@@ -150,6 +151,8 @@ class Experts(nnx.Module):
             compute = compute_over(None)
             run: _Run = partial(sum_of_held, axis=None, compute=compute, codes=codes)
             return _by_token(run, x_MxLxD, *routes, *weights)
+
+        # Which axes split the rows, the experts and their hidden width.
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
         rows: tuple[str, ...] = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
         rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
@@ -161,6 +164,9 @@ class Experts(nnx.Module):
             P(axis, tensor, None),
         )
         of_biases = (P(axis, tensor),) * (len(weights) - 3)
+
+        # If the axis of experts splits rows too, rows travel to the experts; else a device computes
+        # what its experts add to all rows that it has.
         if axis in rows:
             num_experts = self.config.num_experts
             run = partial(

@@ -139,6 +139,8 @@ class _Blocks:
         """Returns a block, which ends within the rows."""
         group = jnp.searchsorted(self._last_E, block, side="right")
         first = self._starts_E[group] + (block - self._first_E[group]) * self.size
+        # A slice cannot end behind the rows: the last block begins earlier, and leaves out what the
+        # block before it holds.
         start = jnp.minimum(first, self._num_rows - self.size)
         rows_bx1 = start + jnp.arange(self.size, dtype=start.dtype)[:, None]
         return _Block(group, start, (rows_bx1 >= first) & (rows_bx1 < self._ends_E[group]))
@@ -168,6 +170,7 @@ def _cpu_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = None) 
                 (((1,), (inputs,)), ((), ())),
                 preferred_element_type=sums,
             )
+            # the other rows of the block keep what their own group gave them
             y_bxF = jnp.where(block.is_own_bx1, y_bxF, blocks.rows(y_nxF, block))
             written: jax.Array = jax.lax.dynamic_update_slice_in_dim(
                 y_nxF, y_bxF, block.start, axis=0

@@ -154,20 +154,24 @@ def within_rows(
     num_experts, experts_MxLxk = config.num_experts, routes.experts_MxLxk
     real_MxL = slots.segments_MxL != 0
     tokens_M = jnp.sum(real_MxL, axis=1, dtype=jnp.int32)
+
     is_chosen_MxLxkxE = (
         experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]
     ) & real_MxL[..., None, None]
     counts_MxE = jnp.sum(is_chosen_MxLxkxE, axis=(1, 2), dtype=jnp.int32)
     scores_MxE = jnp.sum(jnp.where(real_MxL[..., None], scores_MxLxE, 0.0), axis=1)
+    # E sum(f P) of a row, times its tokens: f = counts / (k x tokens), P = scores / tokens.
     share_M = num_experts / (
         config.num_experts_per_tok * jnp.maximum(tokens_M, 1).astype(jnp.float32)
     )
     even_M = share_M * jnp.sum(counts_MxE.astype(jnp.float32) * scores_MxE, axis=1)
     squares_MxL = jnp.square(jax.nn.logsumexp(logits_MxLxE, axis=-1))
+
     goes_MxLxk = jnp.broadcast_to(real_MxL[..., None], experts_MxLxk.shape)
     if config.capacity_factor > 0:
         goes_MxLxk &= _fits(config, is_chosen_MxLxkxE, tokens_M)
     num_dropped = jnp.sum(real_MxL[..., None] & ~goes_MxLxk, dtype=jnp.int32)
+
     sums = RoutingSums(
         jnp.sum(counts_MxE, axis=0, dtype=jnp.int32),
         jnp.sum(scores_MxE, axis=0),
@@ -184,6 +188,7 @@ def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array
     come first.
     """
     rows, length, k, num_experts = is_chosen_MxLxkxE.shape
+    # By the decimal that the config states: in floats the product could round over a whole number.
     factor = Fraction(repr(config.capacity_factor))
     capacities = np.asarray(
         [
@@ -192,8 +197,8 @@ def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array
         ],
         np.int32,
     )
+    # The place of each choice among those of its expert in the row, from 1.
     in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
-    # from 1
     places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)
     fits: jax.Array = places <= jnp.asarray(capacities)[tokens_M][:, None, None]
     return fits
@@ -216,6 +221,7 @@ def _fingerprint(slots: Slots, experts_MxLxk: jax.Array, layer: jax.Array | int)
         for lane in (low, high)
         for byte in range(4)
     ]
+    # Carries from byte to byte; what the last one carries is beyond 64 bits.
     bytes_M, over = [], jnp.zeros_like(in_row[0])
     for total in in_row:
         total += over

@@ -104,7 +104,8 @@ def _pulled_back(
 
 
 _travelled.defvjp(
-    lambda way, given, fixed: (_travelled(way, given, fixed), (given, fixed)), _pulled_back
+    lambda way, arguments, fixed: (_travelled(way, arguments, fixed), (arguments, fixed)),
+    _pulled_back,
 )
 
 
@@ -188,15 +189,20 @@ class _Journey(NamedTuple):
     def round(self, number: jax.Array) -> _Round:
         """Returns what goes in a round: of each pair of devices the next C choices."""
         num_devices, num_local = self.sizes_Axe.shape
+        # What this device sends: C places for each device, the last choice where there are fewer.
         first = number * self.room
         places_AxC = self.first_A[:, None] + first + jnp.arange(self.room)[None]
         choice_s = self.order.choice_n[
             jnp.minimum(places_AxC, self.order.choice_n.size - 1).reshape(-1)
         ]
+
+        # What comes: each device sends its choices by expert, so their numbers tell the experts.
         ends_Axe = jnp.cumsum(self.sizes_Axe, axis=1)
         expert_AxC = jnp.sum(
             (first + jnp.arange(self.room))[None, :, None] >= ends_Axe[:, None], axis=-1
         )
+
+        # Where each choice of this device is in the buffers of this round, if it goes.
         within_n = self.order.place_n - jnp.append(self.first_A, 0)[self.device_n] - first
         goes_n = (self.device_n < num_devices) & (within_n >= 0) & (within_n < self.room)
         place_n = jnp.where(goes_n, self.device_n * self.room + within_n, 0)
