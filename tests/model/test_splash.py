@@ -237,12 +237,12 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
 
     config = tiny_config(
         "dtype=bfloat16",
-        "base_emb_dim=128",
+        "base_emb_dim=256",
         "base_num_query_heads=4",
         "base_num_kv_heads=2",
         "head_dim=64",
-        "base_mlp_dim=128",
-        "max_target_length=512",  # a whole block of the kernels
+        "base_mlp_dim=512",
+        "max_target_length=512",
         "remat_policy=full",
         "scan_layers=true",
         *overrides.split(),
