@@ -16,7 +16,7 @@ def faults_after(overrides: list[str], devices: int = 1) -> list[str]:
     """Returns what is found wrong with the error of a config's plan."""
     with pytest.raises(ConfigError):
         BatchPlan.from_config(load_config(overrides=overrides), devices)
-    return TYPIST.faults()
+    return TYPIST.faults(are_all_typed=True)
 
 
 def test_a_right_works_is_no_fault() -> None:
@@ -40,7 +40,7 @@ def test_a_schedule_that_is_cut_off_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_text_that_nobody_can_type_is_found() -> None:
     with pytest.raises(ConfigError):
         raise errors.ConfigError("steps=0: must be more; works: 5 steps")
-    [fault] = TYPIST.faults()
+    [fault] = TYPIST.faults(are_all_typed=True)
     assert "'5 steps' cannot be typed" in fault
 
 
