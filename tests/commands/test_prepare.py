@@ -387,37 +387,6 @@ def test_other_special_tokens_than_the_prepared_ones_are_refused(data: str, key:
     assert prepared("out", f"{key}=false")
 
 
-@pytest.mark.parametrize("path", ["", "none", "a.jsonl", "."])
-def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"dataset_path='{path}': dataset_type=tokens needs a folder"
-    ):
-        prepared(path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ["dataset_type=synthetic", "dataset_path="],
-            "dataset_type=synthetic: is computed, not read",
-        ),
-        (
-            ["dataset_type=tokens", "dataset_path=my a"],
-            "works: maxbatch train dataset_type=tokens 'dataset_path=my a'",
-        ),
-        (
-            ["dataset_path=a.jsonl,2;b.jsonl,1"],
-            "a mixture is prepared source by source.*works: dataset_path=a.jsonl",
-        ),
-    ],
-)
-def test_what_cannot_be_prepared_is_refused(data: str, overrides: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        run(data, *overrides, "--output", "out")
-    assert not Path("out").exists()
-
-
 def test_the_next_command_is_what_was_typed_with_the_folder_instead(
     data: str, tmp_path: Path, capsys: Output
 ) -> None:

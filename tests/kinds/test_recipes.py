@@ -47,17 +47,6 @@ def test_a_plan_counts_in_the_unit_of_the_kind(kind: str, unit: str) -> None:
     assert BatchPlan.from_config(load_config(overrides=STATED[kind])).sample == unit
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("conversation", "pair"), ("conversation", "prompt"), ("pair", "prompt")]
-)
-def test_two_kinds_are_refused_with_the_flag_to_leave_out(one: str, other: str) -> None:
-    key = STATED[one][0].partition("=")[0]
-    with pytest.raises(
-        ConfigError, match=f"^{key}=true: must be false beside {STATED[other][0].partition('=')[0]}"
-    ):
-        load_config(overrides=[*STATED[one], *STATED[other]])
-
-
 def test_a_store_is_of_one_kind() -> None:
     conversation = {
         "version": 2,

@@ -94,50 +94,6 @@ def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_documen
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (
-            (*SECOND_HAS_EXPERTS, "interleave_moe_layer_step=1000000000"),
-            "must be at most base_num_decoder_layers=4; .*_step=4",
-        ),
-        (
-            (*LLAMA4, "nope_layer_interval=1000000000"),
-            "must be at most base_num_decoder_layers=4; .*_interval=4",
-        ),
-        (
-            (*SECOND_HAS_EXPERTS, "base_num_decoder_layers=5"),
-            "base_num_decoder_layers=5: must be a multiple of 2, .*_layers=4",
-        ),
-        (
-            ("interleave_moe_layer_step=2",),
-            r"must be 1 beside decoder_block=llama2.*\(only in llama4\)",
-        ),
-        (
-            (*LLAMA4, "routed_score_func=softmax"),
-            "routed_score_func=softmax: must be sigmoid beside decoder_block=llama4",
-        ),
-        (
-            (*LLAMA4, "norm_topk_prob=true"),
-            "norm_topk_prob=true: must be false beside decoder_block=llama4",
-        ),
-        (
-            (*LLAMA4, "nope_layer_interval=-1"),
-            "temperature_tuning=true: must be false beside nope_layer_interval=-1",
-        ),
-        (
-            (*LLAMA4, "attention_type=local_sliding", "sliding_window_size=4"),
-            "chunk_attn_window_size=7: must be 0 beside attention_type=local_sliding",
-        ),
-    ],
-)
-def test_forms_that_do_not_fit_together_are_refused_by_name(
-    keys: tuple[str, ...], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(overrides=keys)
-
-
 def test_a_stage_of_a_pipeline_holds_whole_cycles() -> None:
     config = load_config(
         overrides=[*SECOND_HAS_EXPERTS, "base_num_decoder_layers=4", "ici_pipeline_parallelism=4"]

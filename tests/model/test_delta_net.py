@@ -4,16 +4,12 @@ each other.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch import ConfigError
 from maxbatch.families.matrices import active_model_size, model_size, parameters
 from maxbatch.model import delta_net
 from maxbatch.model.cache import StateCache
@@ -103,30 +99,3 @@ def test_parameters_and_flops_are_those_of_qwen3_next_80b_a3b() -> None:
     matrices = sum(row.active_size(config) for row in multiplying) - lookup
     states, attention = 36 * 24 * 32 * 128 * 128, 12 * 6 * config.max_target_length * 16 * 256
     assert model_flops_per_token(config) == 6 * matrices + states + attention
-
-
-@pytest.mark.parametrize(
-    ("stated", "works"),
-    [
-        ("gdn_num_value_heads=5", "gdn_num_value_heads=4"),
-        ("partial_rotary_factor=0.2", "partial_rotary_factor=0.25"),
-        (
-            "attention_type=local_sliding",
-            "attention_type=global",
-        ),  # before the window that it lacks
-        (
-            "num_kv_shared_layers=3",
-            "num_kv_shared_layers=0",
-        ),  # not 2, which another family could have
-        ("base_num_decoder_layers=3", "base_num_decoder_layers=4"),
-        ("decoder_block=qwen3_moe", "inhomogeneous_layer_cycle_interval=1"),
-    ],
-)
-def test_keys_that_exclude_each_other_are_refused_with_the_nearest_that_work(
-    stated: str, works: str
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        config_of(*TINY, *stated.split())
-    assert works in str(refusal.value) and "\n" not in str(refusal.value)
-    repaired: Any = re.findall(r"\w+=\S+", str(refusal.value).partition("works: ")[2])
-    config_of(*TINY, *stated.split(), *repaired)

@@ -13,7 +13,6 @@ from maxbatch.around.huggingface.folder.model_fields import config_json, model_k
 from maxbatch.families.matrices import active_model_size, model_size
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.rope import RopeKeys, Ropes, apply_rope
-from tests.helpers.configs import works_of
 from tests.helpers.tiny import tiny_config
 
 LENGTH = 32
@@ -83,35 +82,6 @@ def test_parameters_and_flops_count_the_heads_of_each_layer() -> None:
     matrices = 2 * local + 2 * global_ + 4 * (mlp + 32 * 4 + 2 * expert) + 264 * 32
     seen = 2 * (2 * 8 - 8 * 8 // LENGTH) * 2 * 8 + 2 * LENGTH * 2 * 16
     assert model_flops_per_token(config) == 6 * matrices + 3 * 4 * seen
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            ("global_num_kv_heads=3",),
-            "global_num_kv_heads=3: must be a divisor of base_num_query_heads=4",
-        ),
-        (("rope_type=linear",), "rope_type=linear: must be default beside decoder_block=gemma4"),
-        (
-            ("trainable_position_size=64",),
-            "trainable_position_size=64: must be -1 beside decoder_block=gemma4",
-        ),
-        (
-            ("base_moe_mlp_dim=8",),
-            "base_moe_mlp_dim=8: must be -1 beside decoder_block=gemma4, whose layers have no",
-        ),
-        (
-            ("norm_topk_prob=true",),
-            "norm_topk_prob=true: must be false .* whose layers have no experts with num_experts=1",
-        ),
-        (("base_num_decoder_layers=3",), "base_num_decoder_layers=3: must be a multiple of 2"),
-    ],
-)
-def test_keys_that_do_not_suit_it_are_refused(keys: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        tiny_config(*FORM, *keys)
-    tiny_config(*FORM, *keys, *works_of(str(caught.value), keys[0].partition("=")[0]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from maxbatch.families.cycle import cycle_of, places_of_shared_keys
 from maxbatch.families.matrices import model_size, parameters
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
-from tests.helpers.configs import works_of
 from tests.helpers.tiny import LENGTH, tiny_config
 
 WIDTH = 256  # of an input
@@ -107,41 +106,6 @@ def test_a_layer_takes_the_keys_of_the_last_layer_that_sees_as_much() -> None:
         for name in names
         if name.startswith("kv_shared") and ("key" in name.split("attention.")[-1])
     ]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            ("num_kv_shared_layers=3",),
-            "num_kv_shared_layers=3: must be a multiple of 2.* below .*works: .*=4",
-        ),
-        (
-            ("num_kv_shared_layers=6",),
-            "num_kv_shared_layers=6: must be a multiple of 2.*works: .*=4",
-        ),
-        (
-            ("base_num_decoder_layers=1",),
-            "=1: must be a multiple of 2.*works: .*=2 num_.*=0 use_double_wide_mlp=false",
-        ),
-        (
-            ("num_kv_shared_layers=0",),
-            "use_double_wide_mlp=true: must be false beside num_kv_shared_layers=0",
-        ),
-        (
-            ("num_experts=2",),
-            "num_experts=2: must be 1 beside decoder_block=gemma4_small, whose layers have no",
-        ),
-        (
-            ("decoder_block=gemma4",),
-            "num_kv_shared_layers=4: must be 0 beside decoder_block=gemma4, which lacks it",
-        ),
-    ],
-)
-def test_keys_that_do_not_suit_it_are_refused(keys: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        tiny_config(*FORM, *keys)
-    tiny_config(*FORM, *keys, *works_of(str(caught.value), keys[0].partition("=")[0]))
 
 
 def test_a_pipeline_is_refused() -> None:

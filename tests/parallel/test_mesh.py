@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxbatch import BatchPlan, ConfigError, load_config
+from maxbatch import load_config
 from maxbatch.parallel.mesh import lay_out, make_mesh, share_out
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
 from maxbatch.plan.mesh_shape import AXES, MeshShape
@@ -103,75 +103,6 @@ def test_nothing_is_held_twice_where_no_axis_replicates() -> None:
     total = bytes_of(abstract_state(config.update, make_mesh(config)))
     own = sum(own for _, _, own in placements("model_name=llama3-8b", *SHARDED).values())
     assert total / 8 <= own < 1.001 * total / 8
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["ici_tensor_parallelism=8"],
-            "ici_tensor_parallelism=8: the tensor axis of 8 must divide base_num_query_heads=4; "
-            "works: ",
-        ),
-        (
-            ["ici_context_parallelism=4", "max_target_length=30"],
-            "ici_context_parallelism=4: the context axis of 4 must divide max_target_length=30; "
-            "works: ",
-        ),
-        (
-            ["ici_pipeline_parallelism=8"],
-            "ici_pipeline_parallelism=8: the pipeline axis of 8 must divide "
-            "base_num_decoder_layers=4; works: ",
-        ),
-        (
-            ["ici_pipeline_parallelism=-1", "ici_fsdp_parallelism=1"],
-            "ici_pipeline_parallelism=-1: the pipeline axis of 8 must divide "
-            "base_num_decoder_layers=4; works: ",
-        ),
-        (
-            ["dcn_pipeline_parallelism=2", "ici_pipeline_parallelism=4"],
-            "ici_pipeline_parallelism=4: the pipeline axis of 8 must divide "
-            "base_num_decoder_layers=4; works: ",
-        ),
-        (
-            ["ici_pipeline_parallelism=2", "num_pipeline_repeats=4"],
-            "num_pipeline_repeats=4: 2 stages x 4 repeats must divide base_num_decoder_layers=4; "
-            "works: ",
-        ),
-        (
-            ["num_pipeline_repeats=2"],
-            "num_pipeline_repeats=2: there is no pipeline to repeat with 1 stage; works: ",
-        ),
-        (
-            ["ici_data_parallelism=3"],
-            "ici_data_parallelism=3: the ici axes must multiply to the 8 devices; works: ",
-        ),
-        (
-            ["ici_pipeline_parallelism=2", "ici_fsdp_parallelism=8"],
-            "ici_fsdp_parallelism=8: the ici axes must multiply to the 8 devices; works: ",
-        ),
-    ],
-)
-def test_a_mesh_that_the_model_or_the_devices_do_not_fit_is_refused_with_one_that_works(
-    overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        make_mesh(load_config(overrides=overrides))
-    stated, _, works = str(refused.value).partition("works: ")
-    assert f"{stated}works: " == message
-    make_mesh(load_config(overrides=[*overrides, *works.split()]))
-
-
-def test_layers_that_the_stages_do_not_divide_are_refused_before_any_device_is_touched() -> None:
-    with pytest.raises(
-        ConfigError, match="must divide base_num_decoder_layers=126; works: ici_pipeline"
-    ) as refused:
-        BatchPlan.from_config(
-            load_config(overrides=["model_name=llama3-405b", "ici_pipeline_parallelism=8"]), 64
-        )
-    works = str(refused.value).partition("works: ")[2]
-    plan = BatchPlan.from_config(load_config(overrides=["model_name=llama3-405b", works]), 64)
-    assert plan.num_pipeline_stages == 2
 
 
 class _Chip(SimpleNamespace):

@@ -33,8 +33,12 @@ _QUIET = ("plan", "config")
 
 
 def files(folder: Path) -> dict[Path, int]:
-    """Returns the files of a folder, with the times of their last change."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    """Returns the files of a folder but for Python's own, with the times of their last change."""
+    return {
+        path: path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from maxbatch.system.errors import ConfigError
 from tests.around.auditing.numpy_trainer import Trainer, maker
 
 NAMES = [promise.name for promise in PROMISES]
-SOUND = "from tests.around.auditing.numpy_trainer import maker\nmake = maker()\n"
 # A planted fault, the promise that it breaks first, its cause, and the rows, passes, devices and
 # updates of the smallest case: those of plain gradient descent; Adam's first update hardly shows
 # the size of a gradient.
@@ -233,48 +232,6 @@ def test_a_trainer_that_does_not_train_cannot_be_audited() -> None:
 
     with pytest.raises(ConfigError, match="changed no parameter in 4 updates"):
         maxbatch.audit(Still)
-
-
-@pytest.mark.parametrize(
-    ("file", "spec", "said"),
-    [
-        (
-            SOUND,
-            "trainer.py",
-            "trainer.py: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make",
-        ),
-        (SOUND, "nowhere.py:make", "nowhere.py:make: cannot import nowhere.py (FileNotFoundError"),
-        (SOUND, "trainer.py:mak", "trainer.py:mak: trainer.py has no mak; works: trainer.py:mak"),
-        (
-            "1 / 0",
-            "trainer.py:make",
-            "trainer.py:make: cannot import trainer.py (ZeroDivisionError: division by zero)",
-        ),
-        ("make = 3", "trainer.py:make", "trainer.py:make: make is not a function"),
-        (
-            "def make(layout):\n  return 3",
-            "trainer.py:make",
-            "make: must return an object with init(), step() and",
-        ),
-        (
-            "def make():\n  return 3",
-            "trainer.py:make",
-            "whole on one device, cannot be trained on (TypeError",
-        ),
-        (
-            "import sys\ndef make(x):\n  sys.exit(3)",
-            "trainer.py:make",
-            "trained on (SystemExit: 3, trainer.py:3)",
-        ),
-    ],
-)
-def test_a_make_that_cannot_be_used_is_one_line_and_exit_code_2(
-    file: str, spec: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("trainer.py").write_text(file)
-    assert main(["audit", spec]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and said in err and err.count("\n") == 1
 
 
 @pytest.mark.runs

@@ -158,17 +158,6 @@ def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, fl
     assert shortage_in(message) == ("hbm", *(round(gib * 2**30) for gib in wanted))
 
 
-def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = (
-        "ici_pipeline_parallelism=2",
-        "num_pipeline_microbatches=65536",
-        "per_device_batch_size=65536",
-    )
-    assert main(["fit", *TINY_RUN, *keys]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "the smallest micro-batch" in line and "works: " in line
-
-
 ONE_DEVICE = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
 
 
@@ -428,7 +417,3 @@ def test_it_says_that_a_cpu_has_the_host_s_memory() -> None:
     target = here()
     assert target.memory_bytes and "host" in target.memory_source
     assert device_facts(target.devices)["devices"] == len(jax.devices())
-
-
-def test_slices_are_those_of_a_topology() -> None:
-    assert main(["fit", *TINY_RUN, "--slices", "2"]) == 2

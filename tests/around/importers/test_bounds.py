@@ -100,11 +100,3 @@ def test_a_name_longer_than_any_file_has_is_one_line(
     (tmp_path / "m.yml").write_text(f"{word}: {'a' * 5_000}\n")
     assert main(["import", "maxtext", str(tmp_path / "m.yml")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_chain_of_bases_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i in range(12):
-        (tmp_path / f"c{i}.yml").write_text(f"base_config: c{i + 1}.yml\n")
-    for command in (["plan"], ["import", "maxtext"]):
-        assert main([*command, str(tmp_path / "c0.yml")]) == 2
-        assert "a chain has at most 8 files" in capsys.readouterr().err

@@ -122,52 +122,6 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         assert fate.fate == "not supported" and fate.is_essential, line
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("maxtext", f"{SYNTHETIC}num_experts: 8\n"),
-        ("maxtext", f"{SYNTHETIC}decoder_block: deepseek\n"),
-        ("maxtext", f"{SYNTHETIC}model_name: nobodys-7b\n"),
-        ("maxtext", f"{SYNTHETIC}use_multimodal: true\n"),
-        ("maxtext", f"{SYNTHETIC}teacher_overrides: {{model_name: llama3-8b}}\n"),
-        (
-            "maxtext",
-            f"{SYNTHETIC}lora: {{enable_lora: true, lora_rank: 4, lora_alpha: 8.0, "
-            "lora_restore_path: a}\n",
-        ),
-        ("maxtext", f"{SYNTHETIC}of_another: {{steps: 5}}\n"),
-        ("maxtext", f"{SYNTHETIC}of_another: {{vocab_size: 5}}\n"),
-        ("axolotl", f"{CHAT}adapter: qlora\nlora_r: 8\n"),
-        ("axolotl", f"{CHAT}rl: kto\n"),
-        ("axolotl", f"{CHAT}rl: dpo\n"),  # of conversations, which have no rejected answer
-        ("axolotl", CHAT.replace("chat_template}", "alpaca_chat.load_qa}")),
-        (
-            "axolotl",
-            CHAT.replace(
-                "chat_template}", "chat_template, message_property_mappings: {role: who}}"
-            ),
-        ),
-        ("axolotl", CHAT.replace("chat_template}", 'chat_template, split: "train[:1%]"}')),
-        (
-            "megatron",
-            "model: {micro_batch_size: 2, global_batch_size: 8, peft: {peft_scheme: lora}}\n",
-        ),
-        (
-            "megatron",
-            "micro_batch_size: 2\nglobal_batch_size: 8\nmodel: {lora: {adapter_dim: 8}}\n",
-        ),
-    ],
-)
-def test_a_word_that_states_what_is_trained_is_never_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
-) -> None:
-    (folder / "c.yml").write_text(text)
-    assert main(["import", name, "c.yml", "--skip-unsupported"]) == 2
-    assert (
-        "although they state" in capsys.readouterr().err and not (folder / "maxbatch.yml").exists()
-    )
-
-
 def test_names_on_the_hub_are_shown_with_the_step_they_need(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

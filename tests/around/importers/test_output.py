@@ -83,16 +83,6 @@ def test_plan_reads_whatever_import_writes(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_schedule_or_data_that_plan_would_refuse_are_not_written(folder: Path) -> None:
-    for text in (
-        "micro_batch_size: 4\nstep_batch_size_schedule: 'a:b'\n",
-        "micro_batch_size: 4\ndata_path: a 1 2 b\n",
-    ):
-        (folder / "m.yml").write_text(text)
-        main(["import", "megatron", "m.yml", "--skip-unsupported"])
-        assert not (folder / "maxbatch.yml").exists() or main(["plan", "maxbatch.yml"]) == 0
-
-
 def test_the_name_of_a_file_is_no_part_of_the_config(folder: Path) -> None:
     (folder / "m\nsteps: 3 #.yml").write_text(MAXTEXT)
     assert main(["import", "maxtext", "m\nsteps: 3 #.yml"]) == 0

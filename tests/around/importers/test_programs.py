@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxbatch import BatchPlan, load_config
+from maxbatch import BatchPlan
 from maxbatch.cli import main
 from maxbatch.commands.import_config import recognised_format, translated
 from maxbatch.system.errors import ConfigError
@@ -451,45 +451,6 @@ def test_deepspeeds_file_is_hjson(tmp_path: Path) -> None:
     )
     config, fates = imported("deepspeed", tmp_path / "d.json", text)
     assert config.global_batch_size == 64 and fates["wandb.team"].value == "https://a//b"
-
-
-@pytest.mark.parametrize(
-    "name", ["-", "python3 -m maxtext.train base.yml steps=1", "trl sft --max_steps 2"]
-)
-def test_a_command_in_place_of_its_file_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["import", "maxtext", "--", name]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "to a file" in said
-
-
-@pytest.mark.parametrize(
-    ("line", "works"),
-    [
-        ("micro_train_batch_size=4", "per_device_batch_size=4"),
-        ("train_global_batch_size=64", "global_batch_size=64"),
-        ("percore_batch_size=4", "per_device_batch_size=4"),
-        ("max_duration=10ba", "steps=10"),
-        ("max_tokens=512 max_target_length=256", "per_device_batch_size=2"),
-        ("steps=10ba", "steps=10"),
-        ("train_samples=1_000sp", "train_samples=1000"),
-        (
-            "lora_rank=4 load_parameters_path=x lora_targets=q_proj,v_proj",
-            "lora_targets=query,value",
-        ),
-    ],
-)
-def test_words_of_a_batch_have_a_hint(line: str, works: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        load_config(overrides=line.split())
-    assert str(refusal.value).endswith(f"works: {works}")
-
-
-def test_a_typo_is_not_a_word_of_another_framework() -> None:
-    with pytest.raises(ConfigError, match="unknown key lora_rnk; nearest: lora_rank"):
-        load_config(overrides=["lora_rnk=4"])
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,6 @@ def test_merge_keys_state_the_batch(folder: Path, text: str) -> None:
     assert (config.per_device_batch_size, config.steps) == (4, 7)
 
 
-def test_a_merge_of_no_mapping_or_a_second_one_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert imported(folder, "maxtext", "m.yml", "a: &a 3\n<<: *a\n") == 2
-    assert "m.yml:2: << takes a mapping" in capsys.readouterr().err
-    assert imported(folder, "maxtext", "m.yml", "<<: {a: 1}\n<<: {a: 2}\n") == 2
-    assert "m.yml:2: << is stated twice" in capsys.readouterr().err
-
-
 TWICE = [
     (
         "maxtext",
@@ -175,27 +166,6 @@ def test_every_setting_of_a_command_is_read(folder: Path, line: str) -> None:
         and "nproc_per_node" not in words
         and "seed" not in words
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("python train.py --micro-batch-size 4 'x\n", "a quote has no end"),
-        ("python=1\nper_device_batch_size = 4\n", "has blanks around ="),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_refused_and_not_dropped(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
-    assert imported(folder, "megatron", "run.sh", text) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_tag_is_refused_since_its_value_is_not_its_text(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert imported(folder, "maxtext", "m.yml", "per_device_batch_size: !!binary NA==\n") == 2
-    assert "takes no tag such as" in capsys.readouterr().err
 
 
 def test_a_byte_order_mark_and_crlf_change_nothing(folder: Path) -> None:

@@ -161,28 +161,6 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("mixture", "rule"),
-    [
-        ("{10: {a: 1}}", "the first position must be 0"),
-        ("{0: {a: 1}, 0t: {a: 1}}", "positions must rise"),
-        ("{0: {a: 1}, 1.5: {a: 1}}", "a position must be a number of samples"),
-        ("{0: {a: 0}}", "no source has a weight from sample 0 on"),
-        ("{0: {a: -1}}", "weight=-1"),
-        ("{0: [a]}", "must map paths to weights"),
-        ("{0: {a: {b: 1}}}", "takes one weight"),
-        ("{0: {a: 1}", "not a mapping of positions"),
-        ("{}", "has no position"),
-        ("{0: {a.yml: 1}}", "names a mixture file"),
-        ("{0: {ftpx://a: 1}}", "ftpx:// is not supported"),
-    ],
-)
-def test_a_broken_mapping_is_refused_in_one_line(mixture: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule) as caught:
-        read_mixture(mixture_config(mixture).stream)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_mixture_in_one_line_has_a_bound_on_its_length_and_on_its_weights() -> None:
     long = "{0: {'" + "a" * 2_000_000 + ".jsonl': 1}}"
     wide = "{" + ", ".join(f"{i}: {i}.jsonl" for i in range(4000)) + "}"

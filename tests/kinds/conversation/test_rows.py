@@ -395,11 +395,6 @@ def test_prepared_conversations_are_the_same_stream(
         open_stream(chat_config(tmp_path, None, *stored, "sft_train_on_completion_only=false"))
 
 
-def test_text_without_records_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "use_sft=true"]) == 2
-    assert "dataset_type=python_stdlib" in capsys.readouterr().err
-
-
 @pytest.mark.runs
 def test_the_plan_knows_the_trained_tokens_of_an_update_once_the_data_are_indexed(
     tmp_path: Path,

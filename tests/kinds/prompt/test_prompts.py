@@ -354,36 +354,6 @@ def test_numbers_may_stand_beside_text_in_a_prompt(tmp_path: Path) -> None:
     assert prompts.read(0, 1)[0].text == "2 + 0.50 ="
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["dataset_type=text"],
-            "dataset_type=text: prompts, which batch_size counts, .* works: dataset_type=jsonl",
-        ),
-        (
-            ["dataset_type=python_stdlib"],
-            "works: dataset_type=arithmetic, or .* global_batch_size for documents",
-        ),
-        (["dataset_type=arrayrecord"], "works: dataset_type=parquet"),
-        (
-            ["dataset_type=arithmetic", "dataset_path=a.jsonl"],
-            "dataset_type=arithmetic reads no path",
-        ),
-        (["dataset_type=jsonl"], "dataset_path='': the dataset needs a file"),
-        (["dataset_type=jsonl", "dataset_path=a.jsonl,0.5;b.jsonl,0.5"], "prompts are no mixture"),
-        (
-            ["dataset_type=arithmetic", "eval_fraction=0.00001"],
-            "holds out none of 10000 prompts; works: eval_fr",
-        ),
-        (["dataset_type=arithmetic", "vocab_size=100"], "vocab_size=100: .* works: vocab_size=259"),
-    ],
-)
-def test_a_dataset_that_cannot_be_used_is_one_line(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        PromptSource(load_config(overrides=overrides)).train()
-
-
 def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [])
     with pytest.raises(ConfigError, match="has no record that makes a prompt"):
@@ -438,3 +408,15 @@ def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_tur
         config(plain, "prompt_template={messages}", "eval_fraction=0")
     ).train()
     assert texts(plain_prompts, 0, 1) == ["text"] and plain_prompts.end_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", "dataset_path='': the dataset needs a file"),
+        ("a.jsonl,0.5;b.jsonl,0.5", "prompts are no mixture"),
+    ],
+)
+def test_a_path_that_holds_no_prompts_is_one_line(path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PromptSource(load_config(overrides=["dataset_type=jsonl", f"dataset_path={path}"])).train()

@@ -376,12 +376,3 @@ def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
         and record["reward"] == 0
         and record["groups_without_signal"] == 1
     )
-
-
-def test_a_config_without_prompts_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["rl", "batch_size=null"]) == 2
-    assert "works: batch_size=32" in capsys.readouterr().err
-    assert main(["rl", "compiled_dir=programs", "run_dir=run"]) == 2
-    assert 'works: compiled_dir=""' in capsys.readouterr().err
