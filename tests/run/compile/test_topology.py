@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.run.compile.topology import parse_slice
 
@@ -106,5 +107,5 @@ def test_a_plan_for_a_slice_has_its_devices_and_hosts_and_says_its_shape(
 
 
 def test_no_name_of_a_slice_is_answered_with_one() -> None:
-    with pytest.raises(ConfigError, match="works: --topology v5p:2x2x1$"):
+    with pytest.raises(ConfigError, match=r"works: --topology v5p:2x2x1$"):
         parse_slice("")
