@@ -161,12 +161,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.err.startswith(f"maxbatch: error: {said}")
 
 
-@pytest.mark.parametrize("flag", ["--foo", "--quiet", "-v", "--output", "--s"])
-def test_no_flag_is_named_where_none_is_near(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert main(["plan", flag]) == 2
-    assert capsys.readouterr().err == f"maxbatch: error: {flag}: unknown flag\n"
-
-
 LONG = "x" * 5000
 
 

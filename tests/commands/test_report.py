@@ -71,27 +71,6 @@ def test_the_page_lies_where_it_is_asked_to_be(
     assert Path("else.html").is_file() and not (tmp_path / "a" / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "nowhere: no such folder (seen from "),
-        (["runs"], "runs: holds no metrics.jsonl and no config.yml of a run; works: runs/a"),
-        (["runs/a/metrics.jsonl"], "runs/a/metrics.jsonl: is not a folder"),
-        (["runs/a", "--output", "no/where.html"], "no/where.html: cannot be written"),
-        (["broken"], "broken/metrics.jsonl:1: must be a JSON object with a whole `step`"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    write_run(Path("runs/a"), 2)
-    write_run(Path("broken"), 2)
-    Path("broken/metrics.jsonl").write_text('{"stp": 1}\n{"step": 2}\n')
-    assert main(["report", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"maxbatch: error: {said}") and captured.err.count("\n") == 1
-
-
 def test_a_report_without_bokeh_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

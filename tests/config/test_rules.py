@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import ConfigError, load_config
+from maxbatch import load_config
 from maxbatch.config.loading import dump_config
 from maxbatch.config.rules import check_data_paths
 from tests.helpers.configs import write
@@ -91,11 +91,7 @@ def test_what_a_layer_states_displaces_a_global_batch_and_its_steps(
     assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config
 
 
-def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_by_a_layer_that_states_one() -> (
-    None
-):
-    with pytest.raises(ConfigError, match=r"query_proj=device: .*works: remat_policy=custom$"):
-        load_config(overrides=["query_proj=device", "remat_policy=full"])
+def test_tensors_of_custom_remat_are_given_up_by_a_layer_that_states_another_policy() -> None:
     Path("run.yml").write_text(
         "remat_policy: custom\nquery_proj: device\ndecoder_layer_input: offload\n"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import ConfigError, load_config
+from maxbatch import load_config
 from maxbatch.around.words import FRAMEWORKS, Word, look_up, rows
 from maxbatch.cli import main
 from maxbatch.config.sections import KEYS
@@ -121,15 +121,3 @@ def test_a_batch_of_prompts_is_told_from_the_global_batch(
 ) -> None:
     assert main(["plan", "batch_size=32", "--devices", "1", "--json"]) == 0
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
-    assert main(["plan", "batch_size=32", "gradient_accumulation_steps=2"]) == 2
-    assert "in prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
-    assert main(["rl", "enable_rampup_batch_size=true"]) == 2  # its config states batch_size
-    assert capsys.readouterr().err.endswith(
-        "in prompts; works: enable_rampup_batch_size left out\n"
-    )
-    assert main(["train", "batch_size=32"]) == 2
-    assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
-    with pytest.raises(
-        ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"
-    ):
-        load_config(overrides=["micro_batch_size=2"])

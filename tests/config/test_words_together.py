@@ -176,12 +176,3 @@ def test_a_sum_of_losses_is_answered_with_the_rate_of_the_mean_that_has_its_upda
     works = shlex.split(capsys.readouterr().err.rpartition("works: ")[2])
     found = dict(word.split("=") for word in works if "=" in word)
     assert float(found.get("learning_rate", 1e-3)) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("unknown", ["global_batch_size=64", "batch_size_schedule=0:64 100:128"])
-def test_a_sum_of_losses_has_a_formula_where_the_tokens_of_a_rank_are_unknown(
-    unknown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "reduction=sum", "opt_type=sgd", unknown]) == 2
-    said = capsys.readouterr().err
-    assert "learning_rate x tokens per update / ranks" in said and "works" not in said

@@ -16,7 +16,6 @@ from flax import nnx
 from maxbatch import load_config
 from maxbatch.around.huggingface.arrays.tensors import layouts_of
 from maxbatch.model.decoder import Decoder
-from maxbatch.system.errors import ConfigError
 from tests.helpers.tiny import TINY_MODEL
 
 SMALL = [*TINY_MODEL, "head_dim=16", "base_num_decoder_layers=1"]
@@ -50,11 +49,6 @@ def test_gemmas_factors_leave_its_tensors_and_return(path: tuple[str, ...], usua
     tensor = layout.from_parameter(ones)
     np.testing.assert_array_equal(tensor, np.float32(usual) * ones)
     np.testing.assert_array_equal(layout.to_parameter(tensor, ones.shape), ones)
-
-
-def test_other_families_have_no_factors_of_gemma() -> None:
-    with pytest.raises(ConfigError, match="works: gemma_weights_scaled=false"):
-        load_config(overrides=[*SMALL, "gemma_weights_scaled=true"])
 
 
 def test_query_weights_return_from_a_tensor_to_the_bit_where_the_root_is_a_power_of_two() -> None:

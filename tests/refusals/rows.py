@@ -17,6 +17,7 @@ FOLDER is the folder that the words are typed in; … is any text.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -56,13 +57,13 @@ class Row:
     @property
     def words(self) -> list[str]:
         """What is typed behind the variables."""
-        return [word for word in shlex.split(self.typed) if not _VARIABLE.fullmatch(word)]
+        return list(itertools.dropwhile(_VARIABLE.fullmatch, shlex.split(self.typed)))
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables typed before the words."""
-        found = map(_VARIABLE.fullmatch, shlex.split(self.typed))
-        return {match[1]: match[2] for match in found if match}
+        matches = map(_VARIABLE.fullmatch, shlex.split(self.typed))
+        return {match[1]: match[2] for match in itertools.takewhile(bool, matches) if match}
 
     @property
     def is_command(self) -> bool:

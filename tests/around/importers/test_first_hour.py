@@ -443,11 +443,6 @@ def test_tiktokens_tokenizer_needs_the_same_models_tokenizer_json(folder: Path) 
     assert fates["tokenizer_path"].fate == "needs you"
 
 
-def test_a_file_of_another_program_states_nothing(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="states nothing that MaxText knows"):
-        imported("maxtext", folder / "m.yml", "server_host: localhost\nconcurrency: 3\n")
-
-
 def test_a_schedule_of_another_length_is_taken(folder: Path) -> None:
     config, _ = imported(
         "maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import BatchPlan, ConfigError, RampupBatchManager
+from maxbatch import BatchPlan, RampupBatchManager
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import exact
 from tests.helpers.imports import imported
@@ -551,11 +551,6 @@ def test_gemma4_small_is_that_of_maxtext_by_the_name_of_the_model(tmp_path: Path
             "maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{GEMMA4_SMALL}".replace(stated, changed)
         )[1]
         assert any(fate.is_essential for fate in fates.values()), changed
-
-
-def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
-        imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
 
 
 def test_the_tensors_of_custom_remat_stay_what_they_are(tmp_path: Path) -> None:

@@ -292,13 +292,6 @@ def test_the_count_of_maxtexts_commands_takes_the_words_of_bash(
     )
 
 
-def test_a_command_with_two_configs_is_refused(tmp_path: Path) -> None:
-    line = "python3 src/maxtext/experimental/rl/grpo_trainer.py a.yml run_name=a b.yml run_name=b\n"
-    (tmp_path / "run.sh").write_text(line)
-    with pytest.raises(ConfigError, match=r"the words of a\.yml and b\.yml"):
-        translated("maxtext", tmp_path / "run.sh")
-
-
 def test_a_variable_that_may_hold_words_of_the_command_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(
         f"python3 -m {TRAINERS}.sft.train_sft model_name=llama3.1-8b $EXTRA\n"
@@ -349,17 +342,6 @@ def test_a_command_that_becomes_another_one_is_counted_as_a_surprise() -> None:
     assert not any(line.startswith(("steps", "packing", "ramp")) for line in found)
 
 
-@pytest.mark.parametrize(
-    "program", ["inference.decode", "checkpoint_conversion.to_huggingface", "inference.vllm_decode"]
-)
-def test_a_program_that_does_not_train_is_named(tmp_path: Path, program: str) -> None:
-    (tmp_path / "run.sh").write_text(
-        f"python3 -m maxtext.{program} model_name=llama3-8b load_parameters_path=train/1\n"
-    )
-    with pytest.raises(ConfigError, match=f"no command of it trains; maxtext.{program}"):
-        translated("maxtext", tmp_path / "run.sh")
-
-
 def test_a_word_whose_variable_is_not_set_is_refused_by_the_variables_name(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(
         f"python3 -m {TRAINERS}.sft.train_sft model_name=${{MODEL?}} steps=${{STEPS?}}\n"
@@ -369,13 +351,3 @@ def test_a_word_whose_variable_is_not_set_is_refused_by_the_variables_name(tmp_p
         "does not set MODEL" in fates["model_name"].says
         and "does not set STEPS" in fates["steps"].says
     )
-
-
-def test_a_config_of_maxtexts_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    line = (
-        "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/gpu/models/x.yml "
-        "per_device_batch_size=1\n"
-    )
-    (tmp_path / "run.sh").write_text(line)
-    with pytest.raises(ConfigError, match="states the task, the model or the batch"):
-        translated("maxtext", tmp_path / "run.sh")

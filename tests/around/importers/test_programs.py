@@ -13,7 +13,6 @@ import pytest
 from maxbatch import BatchPlan
 from maxbatch.cli import main
 from maxbatch.commands.import_config import recognised_format, translated
-from maxbatch.system.errors import ConfigError
 from tests.helpers.imports import imported
 
 PYTHON = """
@@ -99,22 +98,6 @@ def test_an_argument_that_is_no_literal_is_refused_by_name(tmp_path: Path) -> No
     assert "args_decay" in fates["weight_decay"].says
     _, fates = imported("hf", tmp_path / "t.py", "TrainingArguments(max_steps=args.steps)")
     assert fates["max_steps"].is_essential
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x = 1", "no call of TrainingArguments"),
-        ("x = (", "is not Python"),
-        ("TrainingArguments(**kwargs)", "its arguments must be literals"),
-        ("TrainingArguments(max_steps=1)\nTrainingArguments(max_steps=2)", "works: --command 1"),
-        ("TrainingArguments('out')", "names of its arguments"),
-    ],
-)
-def test_a_python_file_that_states_no_run_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "t.py").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        translated("hf", tmp_path / "t.py")
 
 
 @pytest.mark.parametrize(("name", "algo"), [("DPOConfig", "dpo"), ("ORPOConfig", "orpo")])
@@ -370,78 +353,6 @@ def test_torchtitans_batch_in_tokens(tmp_path: Path) -> None:
     assert BatchPlan.from_config(config, 8).global_batch_size_to_train_on == 8 * 4
     config, _ = imported("torchtitan", tmp_path / "t.sh", f"{text} 1048576")
     assert BatchPlan.from_config(config, 8).global_batch_size_to_train_on == 512
-
-
-TRAINERS = {
-    "mlx": (
-        "m.yaml",
-        "fine_tune_type: lora\nbatch_size: 4\niters: 100\nlearning_rate: 1e-5\nprompt_feature: "
-        "question\ncompletion_feature: answer\n",
-        ["steps = iters", "record_fields='{prompt: question, completion: answer}'"],
-    ),
-    "levanter": (
-        "l.yaml",
-        "trainer:\n  train_batch_size: 32\n  num_train_steps: 100\noptimizer:\n  learning_rate: "
-        "1e-3\n",
-        ["trainer.train_batch_size=32", "is global_batch_size", "optimizer.learning_rate=1e-3"],
-    ),
-    "nemo_rl": (
-        "n.yaml",
-        "grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16}\npolicy: "
-        "{train_global_batch_size: 128}\n",
-        ["batch_size=32 num_generations=16 num_minibatches=4", "512 responses"],
-    ),
-    "openrlhf": (
-        "o.sh",
-        "deepspeed --module openrlhf.cli.train_sft --train_batch_size 256 "
-        "--micro_train_batch_size 2 --max_len 4096 --input_key question --output_key answer",
-        [
-            "micro_train_batch_size=2",
-            "max_len=4096",
-            "record_fields='{prompt: question, completion: answer}'",
-        ],
-    ),
-    "slime": (
-        "s.sh",
-        "python train.py --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout "
-        "2 --lr 1e-6",
-        ["num_minibatches=2", "lr=1e-6"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_without_an_importer_is_named_with_the_words_of_its_batch(
-    tmp_path: Path, name: str
-) -> None:
-    file, text, says = TRAINERS[name]
-    (tmp_path / file).write_text(text)
-    assert recognised_format(tmp_path / file) == name
-    with pytest.raises(ConfigError) as refusal:
-        translated(name, tmp_path / file)
-    assert all(said in str(refusal.value) for said in says), refusal.value
-
-
-@pytest.mark.parametrize(
-    ("mini", "said"), [(64, "num_minibatches=4"), (100, "no whole number of updates")]
-)
-def test_verls_minibatches_are_computed_or_do_not_fit(tmp_path: Path, mini: int, said: str) -> None:
-    words = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} actor_rollout_ref.rollout.n=16"
-    (tmp_path / "v.sh").write_text(
-        f"python3 -m verl.trainer.main_ppo data.train_batch_size=256 {words}"
-    )
-    with pytest.raises(ConfigError, match="4096 responses") as refusal:
-        translated("verl", tmp_path / "v.sh")
-    assert said in str(refusal.value)
-
-
-@pytest.mark.parametrize("text", ["learning_rate: 1e-4\n", "cutoff_len: 10\nbase_model: x\n"])
-def test_a_file_without_words_of_one_program_alone_asks_for_its_name(
-    tmp_path: Path, text: str
-) -> None:
-    (tmp_path / "f.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="works: maxbatch import"):
-        recognised_format(tmp_path / "f.yaml")
 
 
 def test_deepspeeds_file_is_hjson(tmp_path: Path) -> None:

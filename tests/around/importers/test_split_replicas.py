@@ -28,7 +28,6 @@ datasets:
 sequence_len: 2048
 max_steps: 100
 """
-SPLITS = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 def batch_of(name: str, path: Path, text: str, devices: int) -> int:
@@ -147,18 +146,6 @@ def test_every_word_that_splits_a_replica_is_taken_before_the_rows() -> None:
                 t = Translation({row.word: "2"}, {}, name)
                 form.translate(t, "replica")
                 assert t.replica == 2, (name, row.word)
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_a_split_that_is_no_number_of_devices_is_never_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.sh").write_text(
-        f"{MEGATRON}--micro-batch-size 2 --{name.replace('_', '-')} many"
-    )
-    assert main(["import", "megatron", "m.sh", "--skip-unsupported"]) == 2
-    assert name in capsys.readouterr().err and not (tmp_path / "maxbatch.yml").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.around.sweep.folder import SweepFolder
-from maxbatch.around.sweep.study import SweepStudy, check_combinations
+from maxbatch.around.sweep.study import SweepStudy
 from maxbatch.around.sweep.sweep_file import SweepFile
-from maxbatch.cli import main
 from maxbatch.commands.sweep import forget_failed
 from maxbatch.config.paths import configs_dir
 from tests.helpers.command import maxbatch
@@ -187,14 +186,6 @@ def test_a_combination_that_the_config_refuses_is_a_failed_trial_and_the_others_
     result = folder.result(refused, "loss")
     assert result.status == "failed" and "must be a multiple of base_num_kv_heads" in result.reason
     assert "/" not in result.reason.split("base:")[0].replace("sweep.yml, base", "")
-
-
-def test_combinations_that_are_all_refused_start_nothing() -> None:
-    with pytest.raises(
-        ConfigError, match=r"base_num_query_heads=3.*every one of the 2 combinations"
-    ):
-        check_combinations(SweepFile.read(write_sweep({"base_num_query_heads": ["3", "5"]})))
-    assert main(["sweep", "sweep.yml"]) == 2 and not Path("sw").exists()
 
 
 def overrides_of(folder: SweepFolder) -> list[dict[str, str]]:

@@ -438,43 +438,6 @@ def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
     assert printed.strip() == "[]"
 
 
-REFUSED = {
-    "synthetic with a path": (["dataset_path=x"], "dataset_path=x: "),
-    "standard library with a path": (
-        ["dataset_type=python_stdlib", "eval_dataset_path=x"],
-        "eval_dataset_path=x: ",
-    ),
-    "nothing held out": (
-        ["synthetic_samples=9", "eval_fraction=0.1"],
-        "eval_fraction=0.1.*9 samples",
-    ),
-    "more rows than 32 bits": (
-        ["synthetic_samples=4294967297"],
-        "enable_data_shuffling=true.*4294967297",
-    ),
-    "a vocabulary too small": (
-        ["dataset_type=python_stdlib", "vocab_size=100"],
-        "vocab_size=100.*259",
-    ),
-    "two kinds of held-out data": (
-        ["dataset_type=text", "dataset_path=.", "eval_dataset_path=x", "eval_fraction=0.1"],
-        "eval_fraction=0.1.*eval_dataset_path",
-    ),
-    "a held-out path that is missing": (
-        ["dataset_type=text", "dataset_path=.", "eval_dataset_path=/not/here"],
-        "eval_dataset_path='/not/here'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_cannot_be_met_are_refused_in_one_line(case: str) -> None:
-    overrides, message = REFUSED[case]
-    with pytest.raises(ConfigError, match=message) as raised:
-        open_stream(synthetic_config(*overrides), "eval" if "missing" in case else "train")
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("records", [2, 3, 7, 11, 64, 999])
 def test_the_share_that_a_refusal_suggests_works(records: int) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -222,22 +222,10 @@ def test_the_lines_count_pairs_and_the_closing_sample_is_a_chat(
     assert f"next: maxbatch generate {tmp_path}/run --chat\n" in sample
 
 
-def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:
+def test_pairs_are_refused_beside_a_loss_of_the_user() -> None:
     config = load_config(overrides=[*SETTINGS, "dataset_path=pairs.jsonl", "steps=1"])
     with pytest.raises(ConfigError, match="works: use_dpo=false"):
         train(config, parts=Parts(objective=lambda model, rows: (0.0, 0.0)))
-    for override, words in (
-        ("use_sft=true", "use_sft=true: must be false beside use_dpo=true"),
-        ("batch_size=4", "use_dpo=true: must be false beside batch_size"),
-        (
-            "dpo_algo=orpo dpo_label_smoothing=0.1",
-            "dpo_label_smoothing=0.1: must be 0 beside dpo_algo=orpo",
-        ),
-        ("dpo_label_smoothing=0.5", "dpo_label_smoothing=0.5: must be less than 0.5"),
-    ):
-        settings = [one for one in SETTINGS if "global_batch" not in one]
-        with pytest.raises(ConfigError, match=words):
-            load_config(overrides=[*settings, *override.split()])
 
 
 def test_a_reference_is_read_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -251,48 +251,11 @@ def test_the_command_lists_bad_prompts(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_computed_prompts_have_no_bad_records() -> None:
-    with pytest.raises(ConfigError, match="--bad reads records, and these prompts are computed"):
-        list(bad_prompts(config("", kind="arithmetic").prompting))
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (
-            "{questoin}",
-            "no field 'questoin'; its fields: 'answer', 'hints', 'question'; nearest: {question}",
-        ),
-        ("Q: {question", "not a template (expected '}' before end of string)"),
-        ("{question} {", "written twice: '{{question}} {{'"),
-        ("Q: question", "has no field, so that all prompts would be the same"),
-        ("{}", "fields go by their names"),
-        ("{0}", "fields go by their names"),
-        ("{hints[0][no]}", "cannot be filled by {path} line 1 (KeyError: 'no')"),
-        ("{hints[4]}", "cannot be filled by {path} line 1 (IndexError"),
-        ("{question:d}", "cannot be filled by {path} line 1 (ValueError"),
-    ],
-)
-def test_a_template_that_cannot_be_filled_is_one_line(path: Path, template: str, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        PromptSource(config(path, f"prompt_template={template}")).train()
-    assert str(error.value).startswith("prompt_template=") and said.replace(
-        "{path}", str(path)
-    ) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_templates_reach_into_fields_and_write_braces(path: Path) -> None:
     prompts = PromptSource(
         config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")
     ).train()
     assert texts(prompts, 2, 1) == ["{h2}"]
-
-
-def test_a_null_field_is_no_text(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": None}])
-    with pytest.raises(ConfigError, match="line 2: field 'question' is null"):
-        PromptSource(config(path)).train()
 
 
 def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -> None:
@@ -352,12 +315,6 @@ def test_numbers_may_stand_beside_text_in_a_prompt(tmp_path: Path) -> None:
         config(path, "prompt_template={a} + {b:.2f} =", "max_prefill_predict_length=20")
     ).train()
     assert prompts.read(0, 1)[0].text == "2 + 0.50 ="
-
-
-def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "prompts.jsonl", [])
-    with pytest.raises(ConfigError, match="has no record that makes a prompt"):
-        PromptSource(config(path)).train()
 
 
 def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_turn(

@@ -12,41 +12,6 @@ from maxbatch.system.processes.ray_cluster import shared_variables
 from tests.helpers.sweeps import RATES, write_sweep
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ["--resources", "TPU=4"],
-            "--resources: is for tasks on a Ray cluster; works: --ray local",
-        ),
-        (["--ray", "local", "--resources", "TPU"], "--resources TPU: must be names and amounts"),
-        (
-            ["--ray", "local", "--resources", "TPU=x"],
-            "--resources TPU=x: must be names and amounts",
-        ),
-        (
-            ["--ray", "local", "--resources", "TPU=0"],
-            "--resources TPU=0: must be names and amounts",
-        ),
-        (
-            ["--ray", "local", "--resources", "TPU=1.5"],
-            "whole or below 1; works: --resources TPU=4",
-        ),
-        (
-            ["--ray", "local", "--resources", "TPU=4,TPU=4"],
-            "--resources TPU=4,TPU=4: must be names and amounts",
-        ),
-    ],
-)
-def test_flags_that_say_nothing_are_one_line(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in (["sweep", write_sweep(RATES)], ["prepare", "--output", "tokens"]):
-        assert main([*command, *flags]) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
-
-
 def test_tasks_share_config_keys_and_the_access_to_buckets_but_no_files_of_the_machine() -> None:
     shared = {
         "MAXBATCH_STEPS": "3",
