@@ -38,6 +38,7 @@ POSITIVE, FROM_ZERO, COUNT, FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bo
 SHARE, SOME = Bounds(0, 1), Bounds(above=0, at_most=1)
 BELOW_ONE, INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
 SEED = Bounds(0, 2**32 - 1)
+SPIKE_WINDOW = Bounds(2, 100_000)  # its figures are in every checkpoint
 ROWS, SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
 LAYERS = Bounds(1, 2**20)  # a plan looks at each of them
 COUNT_OR_OFF = Bounds(at_least=1, also=-1)
@@ -289,6 +290,13 @@ class OptimizerConfig(Section, changes="the updates"):
     max_consecutive_skips: int = key(10,
         "the run ends after this many non-finite updates in a row; >= 1", NOTHING, COUNT, "updates", maxtext=OURS,
         changes="the point where a diverging run ends")
+    skip_step_on_spikes: bool = key(False, "true: skip an update whose loss or gradient norm exceeds the mean of the "
+        "last skip_step_interval updates by more than skip_step_scaling_factor standard deviations", PROGRAM,
+        changes="the updates that are skipped as spikes")
+    skip_step_interval: int = key(128, "updates that a spike is compared with; none is skipped before half of them "
+        "are known", PROGRAM, SPIKE_WINDOW, "updates", changes="the updates that are skipped as spikes")
+    skip_step_scaling_factor: float = key(6.0, "standard deviations above the mean from which on an update is a spike",
+        PROGRAM, POSITIVE, "standard deviations", changes="the updates that are skipped as spikes")
 
 
 class ModelConfig(Section, changes="the model's computation"):

@@ -105,6 +105,14 @@ def unused_keys(
             "which it bounds"
         )
 
+    if not config.optimizer.skip_step_on_spikes:
+        of_spikes = ("skip_step_interval", "skip_step_scaling_factor")
+        if names := [
+            name for name in of_spikes if config.optimizer[name] != KEYS[name].default_value
+        ]:
+            verb = "have" if len(names) > 1 else "has"
+            yield f"{stated(config, *names)} {verb} no effect without skip_step_on_spikes=true"
+
     yield from _stages_without_updates(config, manager)
 
 

@@ -78,7 +78,13 @@ from maxbatch.system.terminal.folding import folded_command
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.update.recipe import TrainedRecipe
-from maxbatch.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
+from maxbatch.update.state import (
+    TrainState,
+    adapted_shapes,
+    compile_adapting,
+    init_opt_state,
+    with_spike_window,
+)
 
 if TYPE_CHECKING:
     from maxbatch.update.reference import FoundReference
@@ -465,7 +471,10 @@ class BuiltPretraining:
         batches = feed if opened.parts.stream is None else OwnFeed(feed, context.own_end)
         making_state = context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
-        state: TrainState = making_state.result()
+        spikes = self.start.position.spikes
+        state = with_spike_window(
+            making_state.result(), planned.abstract, spikes.losses, spikes.grad_norms
+        )
         # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at
         # most
         gather(None)

@@ -113,7 +113,7 @@ class Programs:
         """Returns the program of the initial state, from the config's seed; each device makes its
         own shard.
         """
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract._replace(spikes=None))
         init = partial(
             init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer
         )

@@ -7,7 +7,7 @@ Accumulation adds nothing to it. The position in the data is two Python integers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,6 +26,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.update.balance import Balance, BalancedState, learned
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
+from maxbatch.update.spikes import SpikeWindow, abstract_window, window_of
 
 
 class ModelMaker(Protocol):
@@ -48,11 +49,13 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     frozen: State | None = None  # not trained, and in no checkpoint
     average: State | None = None  # float32, of the parameters (`parameter_average_half_life`)
+    # figures of the last updates (`skip_step_on_spikes`), in the position of checkpoints
+    spikes: SpikeWindow | None = None
 
     @property
     def saved(self) -> TrainState:
-        """The part in checkpoints."""
-        return self._replace(frozen=None)
+        """The arrays in checkpoints."""
+        return self._replace(frozen=None, spikes=None)
 
     @property
     def averaged(self) -> TrainState:
@@ -138,6 +141,15 @@ def with_layers(params: State, change: Callable[[jax.Array], jax.Array]) -> Stat
     return state
 
 
+def with_spike_window(
+    state: TrainState, abstract: TrainState, losses: Sequence[float], grad_norms: Sequence[float]
+) -> TrainState:
+    """Returns the state with the figures of the last updates, if the run skips spikes."""
+    if abstract.spikes is None:
+        return state
+    return state._replace(spikes=window_of(losses, grad_norms, abstract.spikes))
+
+
 def num_parameters(params: State) -> int:
     """Returns the number of values in parameters or abstract shapes, over all devices."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -194,6 +206,7 @@ def abstract_state(
     sharded: TrainState = jax.tree.map(
         with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings)
     )
+    sharded = sharded._replace(spikes=abstract_window(config.optimizer, mesh))
     if config.optimizer.parameter_average_half_life is None:
         return sharded
     return sharded._replace(average=average_shapes(sharded.params))
@@ -207,7 +220,8 @@ def init_state(
 ) -> TrainState:
     """Makes a new state; each device makes its own shard, and none ever has the whole.
 
-    Values depend on `init_weights_seed` only, not on the mesh.
+    Values depend on `init_weights_seed` only, not on the mesh. The window of spikes, which follows
+    from a position, is left out.
     """
 
     def init(seed: jax.Array) -> TrainState:
@@ -221,7 +235,7 @@ def init_state(
             config, params, seed, None if make_model else Balance.from_config(config), own_optimizer
         )
 
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract._replace(spikes=None))
     state: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
     return state
 

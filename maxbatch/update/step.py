@@ -34,6 +34,7 @@ from maxbatch.update.balance import (
 )
 from maxbatch.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
+from maxbatch.update.spikes import judge
 from maxbatch.update.state import TrainState
 
 
@@ -43,12 +44,14 @@ class StepMetrics(NamedTuple):
     loss: jax.Array  # float32, weighted mean over the global batch
     weight: jax.Array  # float32, sum of loss weights
     grad_norm: jax.Array  # float32, global norm of the mean gradient before clipping
-    skipped: jax.Array  # bool: gradient or new state were not finite; the state is unchanged
+    skipped: jax.Array  # bool: gradient or new state were not finite, or a spike; nothing changed
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
     tokens: jax.Array  # uint32, tokens of the rows; padding is none
     others: dict[str, jax.Array]  # float32, the objective's other sums
     routing: RoutingMetrics | None  # of a model with experts
+    # bool: whether it was skipped as a spike; None where spikes are not skipped
+    is_spike: jax.Array | None = None
 
 
 def make_train_step(
@@ -147,8 +150,8 @@ def update(
     balance: Balance | None = None,
     own_optimizer: OptimizerMaker | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the state after the update and its metrics; skips a non-finite update or one without
-    weight.
+    """Returns the state after the update and its metrics; skips a non-finite update, one without
+    weight, or a spike (`maxbatch.update.spikes`).
 
     With experts (`balance`), also steps the routers' bias and stores the counts for the next
     update.
@@ -187,6 +190,12 @@ def update(
         totals.gradient,
     )
     applies = finite & (totals.weight > 0)
+    is_spike, window = None, state.spikes
+    if window is not None:
+        is_spike, window = judge(
+            window, totals.loss / denominator, norm, applies, config.skip_step_scaling_factor
+        )
+        applies &= ~is_spike
 
     routing = None
     if balance is not None and totals.routing is not None:
@@ -194,10 +203,20 @@ def update(
 
     new = stepped(state, totals.gradient)
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
+    state = state._replace(spikes=window)
     loss = totals.loss / denominator
     noise_parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
     return state, StepMetrics(
-        loss, totals.weight, norm, ~finite, noise_parts, fingerprint, totals.tokens, others, routing
+        loss,
+        totals.weight,
+        norm,
+        ~finite if is_spike is None else ~finite | is_spike,
+        noise_parts,
+        fingerprint,
+        totals.tokens,
+        others,
+        routing,
+        is_spike,
     )
 
 

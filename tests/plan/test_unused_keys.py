@@ -54,6 +54,10 @@ def warnings_of(
             ["num_pipeline_microbatches=4"],
             "num_pipeline_microbatches=4 has no effect without pipeline stages",
         ),
+        (
+            ["skip_step_interval=64"],
+            "skip_step_interval=64 has no effect without skip_step_on_spikes=true",
+        ),
         (["steps=1"], "every rate of the run is 0"),
         (["batch_size=4", "steps=2", "num_iterations=2"], "every rate of the run is 0"),
         (["batch_size_schedule=0:256 100:512 200:1024"], "stage 1 of the ramp has no update"),

@@ -55,7 +55,7 @@ from maxbatch.run.task import (
     model_of,
 )
 from maxbatch.system.terminal.folding import counted
-from maxbatch.update.state import TrainState, init_opt_state
+from maxbatch.update.state import TrainState, init_opt_state, with_spike_window
 from maxbatch.update.step import StepMetrics
 
 
@@ -257,7 +257,12 @@ class BuiltPolicy:
         """Makes the first state and the reference of the divergence; evaluates a new policy."""
         opened, planned, context = self.opened, self.planned, self.opened.context
         config, position = context.config, self.start.position
-        state = self._state(restored)
+        state = with_spike_window(
+            self._state(restored),
+            planned.abstract,
+            position.spikes.losses,
+            position.spikes.grad_norms,
+        )
         if config.grpo_beta:
             learner = planned.workshop.learner.referring_to(self._first_parameters())
             planned = replace(planned, workshop=planned.workshop._replace(learner=learner))

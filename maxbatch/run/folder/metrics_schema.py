@@ -25,6 +25,13 @@ _SOME_OF_TRAIN = Lines(("train",), False)
 _RL, _SOME_OF_RL = Lines(("rl",), True), Lines(("rl",), False)
 
 
+class SkipReason(StrEnum):
+    """The reasons for which an update is skipped, as `skip_reason` states them."""
+
+    NON_FINITE = "non-finite"  # loss, gradient or new state
+    SPIKE = "spike"  # its loss or gradient norm, beside those of the updates before
+
+
 class Metric(StrEnum):
     """A field of a line of `metrics.jsonl`; `{...}` in a name is filled in by `of`.
 
@@ -75,7 +82,9 @@ class Metric(StrEnum):
     LOSS_WEIGHT = "loss_weight", "real", "tokens", "Sum of the loss weights of the global batch (`use_dpo`: its pairs)."
     MICRO_BATCH_SIZE = "micro_batch_size", "whole", "samples", "Rows in one forward and backward pass."
     NUM_MICRO_BATCHES = "num_micro_batches", "whole", "", "Forward and backward passes of the update."
-    SKIPPED = "skipped", "bool", "", "Whether the update was skipped because it was not finite."
+    SKIPPED = "skipped", "bool", "", "Whether the update was skipped: it changed nothing but the position."
+    SKIP_REASON = (
+        "skip_reason", "text or null", "", "Why it was skipped: `non-finite`, or `spike` (`skip_step_on_spikes`).")
     SKIPPED_UPDATES = "skipped_updates", "whole", "updates", "Updates skipped so far."
     COMPILES = "compiles", "whole", "", "XLA compilations so far on the critical path of training."
     GRADIENT_NOISE_SCALE = (

@@ -39,6 +39,42 @@ class BestEval(NamedTuple):
         return self._replace(evals_since=self.evals_since + 1)
 
 
+_MOST_SPIKES = 3  # whose checkpoints are kept
+
+
+class Spikes(NamedTuple):
+    """What a run with `skip_step_on_spikes` knows of its last updates, the newest at the end."""
+
+    losses: tuple[float, ...] = ()  # float32; of the updates that a spike is compared with
+    grad_norms: tuple[float, ...] = ()  # float32, before clipping; of the same updates
+    steps: tuple[int, ...] = ()  # the newest updates that were skipped as spikes; at most three
+
+    def kept(self, loss: float, grad_norm: float, interval: int) -> Spikes:
+        """Returns them after an update that is neither non-finite nor without weight."""
+        return self._replace(
+            losses=(*self.losses, loss)[-interval:],
+            grad_norms=(*self.grad_norms, grad_norm)[-interval:],
+        )
+
+    def skipped(self, step: int) -> Spikes:
+        """Returns them after an update that was skipped as a spike."""
+        return self._replace(steps=(*self.steps, step)[-_MOST_SPIKES:])
+
+    def without_window(self) -> Spikes:
+        """Returns them after an update of a run that skips no spikes."""
+        return Spikes(steps=self.steps)
+
+    @classmethod
+    def from_json(cls, saved: Sequence[Any]) -> Spikes:
+        """Returns what a JSON array holds; raises what `CheckpointRecord.from_json` does."""
+        losses, grad_norms, steps = saved
+        if len(losses) != len(grad_norms) or len(steps) > _MOST_SPIKES:
+            raise ValueError("out of range")
+        return cls(
+            tuple(map(_finite, losses)), tuple(map(_finite, grad_norms)), tuple(map(_whole, steps))
+        )
+
+
 class Position(NamedTuple):
     """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion
     tokens.
@@ -46,13 +82,14 @@ class Position(NamedTuple):
 
     step: int = 0  # completed updates
     place: Place = Place()  # in the stream
-    skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
-    consecutive_skips: int = 0  # of those, the ones in a row at the end
+    skipped_updates: int = 0  # of the completed updates, those skipped as non-finite or as spikes
+    consecutive_skips: int = 0  # non-finite updates in a row at the end
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
     # of the completed updates, those of another trainer, whose state the run began with
     taken_over: int = 0
+    spikes: Spikes = Spikes()
 
     @property
     def samples_seen(self) -> int:
@@ -61,7 +98,7 @@ class Position(NamedTuple):
 
     @property
     def trained_updates(self) -> int:
-        """Updates of the run itself with a finite loss and gradient."""
+        """Updates of the run itself that changed its parameters."""
         return self.step - self.taken_over - self.skipped_updates - self.weightless_updates
 
     @property
@@ -81,6 +118,7 @@ class Position(NamedTuple):
             "best_eval": self.best_eval,
             "samples_planned": self.place.planned,
             "taken_over": self.taken_over,
+            "spikes": self.spikes if any(self.spikes) else None,
         }
         return {name: value for name, value in saved.items() if value is not None}
 
@@ -102,6 +140,7 @@ class Position(NamedTuple):
             weightless_updates=_whole(saved.get("weightless_updates", 0)),
             best_eval=_best_eval(saved.get("best_eval", BestEval())),
             taken_over=_whole(saved.get("taken_over", 0)),
+            spikes=Spikes.from_json(saved.get("spikes", Spikes())),
         )
 
 

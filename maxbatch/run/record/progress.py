@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from maxbatch.run.folder.metrics import Record
-from maxbatch.run.folder.metrics_schema import Metric, find_metric
+from maxbatch.run.folder.metrics_schema import Metric, SkipReason, find_metric
 from maxbatch.run.folder.sessions import TimePart
 from maxbatch.run.record.recorder import Output, not_finite
 from maxbatch.system.terminal.bars import LINE_S, Bar, Pace, progress_bar
@@ -120,8 +120,10 @@ class RunProgress(Output):
         """Shows a record of `metrics.jsonl`."""
         step, line = record[Metric.STEP], self._line(record)
         left, remarks = self._left(record), list[str]()
-        if record[Metric.SKIPPED]:
+        if record[Metric.SKIP_REASON] == SkipReason.NON_FINITE:
             remarks.append(f"skipped: {not_finite(record)} is not finite")
+        elif record[Metric.SKIP_REASON] == SkipReason.SPIKE:
+            remarks.append("skipped: a spike of the loss or the gradient norm")
         if Metric.EVAL_LOSS in record:
             averaged = record.get(Metric.EVAL_LOSS_AVERAGED)
             of_average = "" if averaged is None else f" (averaged {averaged:.4f})"

@@ -16,7 +16,7 @@ from maxbatch.config.recipes import slots_per_sample
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.folder.metrics import Record
-from maxbatch.run.folder.metrics_schema import Metric
+from maxbatch.run.folder.metrics_schema import Metric, SkipReason
 from maxbatch.run.folder.position import Position
 from maxbatch.run.task import Dispatched
 from maxbatch.system.errors import DivergedError
@@ -102,6 +102,7 @@ class Recorder:
         self._log_period = config.log_period
         self._means = config.recipe.means
         self._max_skips = config.optimizer.max_consecutive_skips
+        self._spike_interval = config.optimizer.skip_step_interval
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
         self._last_done = time.perf_counter()
@@ -122,7 +123,7 @@ class Recorder:
           evaluate: called after the update is done and timed; its figures join the record.
 
         Raises:
-          DivergedError: it was the last of `max_consecutive_skips` skipped updates in a row.
+          DivergedError: it was the last of `max_consecutive_skips` non-finite updates in a row.
         """
         if self._unrecorded is None:
             return
@@ -147,6 +148,7 @@ class Recorder:
 
     def _record(self, update: Dispatched, metrics: StepMetrics, seconds: float) -> Record:
         planned, position, tokens = update.planned, self.position, int(metrics.tokens)
+        reason = _skip_reason(metrics)
         slots = update.micro_batch_size * update.num_micro_batches * self._slots_per_row
         record = {
             Metric.STEP: position.step,
@@ -166,7 +168,8 @@ class Recorder:
             Metric.LOSS_WEIGHT: float(metrics.weight),
             Metric.MICRO_BATCH_SIZE: update.micro_batch_size,
             Metric.NUM_MICRO_BATCHES: update.num_micro_batches,
-            Metric.SKIPPED: bool(metrics.skipped),
+            Metric.SKIPPED: reason is not None,
+            Metric.SKIP_REASON: reason,
             Metric.SKIPPED_UPDATES: position.skipped_updates,
             Metric.COMPILES: self._compiles.count,
         }
@@ -195,22 +198,29 @@ class Recorder:
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
-        skipped, before = bool(metrics.skipped), self.position
+        reason, before, step = _skip_reason(metrics), self.position, update.planned.step
         norm, weight, noise_parts = (
             float(metrics.grad_norm),
             float(metrics.weight),
             map(float, metrics.noise_parts),
         )
-        is_weightless = not skipped and not weight > 0
+        is_non_finite, is_spike = reason == SkipReason.NON_FINITE, reason == SkipReason.SPIKE
+        is_weightless = not is_non_finite and not weight > 0
+        noise_scale, spikes = before.noise_scale, before.spikes
+        if not is_spike:
+            noise_scale = noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts)
+        if metrics.is_spike is None:
+            spikes = spikes.without_window()
+        elif not (is_non_finite or is_weightless):
+            spikes = spikes.kept(float(metrics.loss), norm, self._spike_interval)
         self.position = before._replace(
-            step=update.planned.step,
+            step=step,
             place=update.place,
-            skipped_updates=before.skipped_updates + skipped,
-            consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
-            noise_scale=before.noise_scale.after(
-                norm, weight, update.planned.num_rows, *noise_parts
-            ),
+            skipped_updates=before.skipped_updates + (reason is not None),
+            consecutive_skips=before.consecutive_skips + 1 if is_non_finite else 0,
+            noise_scale=noise_scale,
             weightless_updates=before.weightless_updates + is_weightless,
+            spikes=spikes.skipped(step) if is_spike else spikes,
         )
 
     def sync(self) -> None:
@@ -219,8 +229,15 @@ class Recorder:
             output.sync()
 
 
+def _skip_reason(metrics: StepMetrics) -> SkipReason | None:
+    """Returns why an update was skipped; None if it was not, or had nothing to train on."""
+    if metrics.is_spike:
+        return SkipReason.SPIKE
+    return SkipReason.NON_FINITE if metrics.skipped else None
+
+
 def not_finite(record: Record) -> str:
-    """Names the non-finite part of a skipped update."""
+    """Names the non-finite part of an update that was skipped as such."""
     loss = record[Metric.LOSS]  # None for a batch without loss weight
     is_before = (loss is None or math.isfinite(loss)) and math.isfinite(record[Metric.GRAD_NORM])
     return "a new state" if is_before else "a gradient"

@@ -15,7 +15,7 @@ from tests.helpers.tiny import assert_same_run
 
 pytestmark = pytest.mark.runs
 
-SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint")
+SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint", "skip_reason")
 CLOSE = ("loss", "grad_norm", "reward", "entropy", "response_length")
 
 
@@ -80,6 +80,9 @@ FILTERED = (
     "max_prompts_per_batch=12",
     "batch_size=8",
     "learning_rate_schedule=constant",
+    "skip_step_on_spikes=true",
+    "skip_step_interval=4",
+    "skip_step_scaling_factor=0.5",
 )
 
 
@@ -98,6 +101,7 @@ def test_filtered_groups_are_replaced_by_the_next_prompts_and_every_prompt_that_
         kept = (first["global_batch_size"] + last["global_batch_size"]) // 2
         assert first["groups_missing"] == 8 - kept and (kept == 8 or count == 12)
         assert kept / count <= 1 - first["groups_without_signal"] + 1e-9
+    assert "spike" in [line["skip_reason"] for line in filtered]
     chunked = train(tmp_path / "chunked", *FILTERED, "steps=6", "micro_batch_size=4", devices=2)
     assert_same_updates(chunked, filtered)
 

@@ -23,6 +23,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
         "grad_norm": 1.0,
         "mfu": None,
         "skipped": False,
+        "skip_reason": None,
         **more,
     }
 
@@ -50,9 +51,17 @@ def test_eval_and_skips_are_shown_whenever_they_happen() -> None:
     shown = lines(
         [
             record(3, eval_loss=2.25),
-            record(4, skipped=True, loss=float("nan"), grad_norm=float("nan")),
+            record(
+                4,
+                skipped=True,
+                skip_reason="non-finite",
+                loss=float("nan"),
+                grad_norm=float("nan"),
+            ),
+            record(5, skipped=True, skip_reason="spike"),
         ]
     )
+    assert shown[2].endswith("skipped: a spike of the loss or the gradient norm")
     assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith(
         "skipped: a gradient is not finite"
     )
