@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.combined import ModelOptimizerConfig
 
 _LEAST_SCALE = 1e-30  # above float32's subnormals, which some devices take for 0
 
@@ -37,7 +37,7 @@ class SpikeWindow(NamedTuple):
     num_kept: jax.Array  # int32: so many at the end are figures; those before them are 0
 
 
-def abstract_window(config: OptimizerConfig, mesh: Mesh) -> SpikeWindow | None:
+def abstract_window(config: ModelOptimizerConfig, mesh: Mesh) -> SpikeWindow | None:
     """Returns the shapes of a run's window; None if the run skips no spikes."""
     if not config.skip_step_on_spikes:
         return None
