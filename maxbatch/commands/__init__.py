@@ -118,6 +118,12 @@ COMMANDS: dict[str, Command] = {
         "Measure the critical batch size along a run, and print a batch schedule from it.",
         ("maxbatch critical-batch runs/default",
          "maxbatch critical-batch runs/default --checkpoints 100,400,1600 --factors 1/2,1,2,4,8,16 --samples 4K")),
+    "replay": Command(
+        "maxbatch.commands.replay",
+        "Take an update of a run again, and show it sample by sample.",
+        ("maxbatch replay runs/default --step 120",
+         "maxbatch replay runs/default --step 120 --top 3 --json",
+         "maxbatch replay gs://my-bucket/runs/a --step 120 --checkpoint 100 --simulate-devices 2"), prints_json=True),
     "report": Command(
         "maxbatch.commands.report",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config
 from maxbatch.config.pins import THE_CUT, changed_since, read_written, states_batch
-from maxbatch.config.sections import THE_BATCH
-from maxbatch.config.values import shown
+from maxbatch.config.sections import KEYS, THE_BATCH
+from maxbatch.config.values import Value, shown, value_text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.run.folder.devices import read_devices
 from maxbatch.run.folder.run_id import RunIdentity
+from maxbatch.run.folder.sessions import Changed
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath
+
+_OF_A_START = ("run_dir", "overwrite_run")  # keys of one start, not of the updates
 
 
 def changes_since(
@@ -36,6 +39,24 @@ def changes_since(
     if old and not same and not any(map(states_batch, lines)):
         found.append(_batch_line(old, samples_seen))
     return found
+
+
+def keys_changed(run_dir: AnyPath, config: Mapping[str, Value]) -> Changed | None:
+    """Returns the keys whose values differ from those of the last session, for `sessions.jsonl`.
+
+    The folder itself is no change: a moved run is the same run. None: `config.yml` cannot be read.
+    """
+    written = run_dir / "config.yml"
+    if not written.is_file():
+        return {}  # a new run
+    before = read_written(written)
+    if before is None:
+        return None
+    return {
+        name: [None if one[name] is None else value_text(one[name]) for one in (before, config)]
+        for name in KEYS
+        if before[name] != config[name] and name not in _OF_A_START
+    }
 
 
 def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:

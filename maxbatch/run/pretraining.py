@@ -252,7 +252,7 @@ class OpenedPretraining:
 
     def plan(self, resume: ResumePoint) -> PlannedPretraining:
         """Plans the run; `compiled_dir` must fit."""
-        context, config = self.context, self.context.config
+        context = self.context
         check_epochs(self.planning, self.data.samples_per_epoch)
         plan = BatchPlan.from_config(
             self.planning,
@@ -262,6 +262,11 @@ class OpenedPretraining:
             samples_per_epoch=self.data.samples_per_epoch,
             resume=resume,
         )
+        return self.planned_as(plan)
+
+    def planned_as(self, plan: BatchPlan) -> PlannedPretraining:
+        """Returns the programs of a plan; its batches may be those of a run on other devices."""
+        context, config = self.context, self.context.config
         programs = Programs(
             self.keys,
             context.devices,

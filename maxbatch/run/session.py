@@ -24,7 +24,12 @@ from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.run.agreement import software_of
-from maxbatch.run.changes import changed_reads, changed_software, changes_since
+from maxbatch.run.changes import (
+    changed_reads,
+    changed_software,
+    changes_since,
+    keys_changed,
+)
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.context import RunContext
 from maxbatch.run.due import Due, Schedule, has_stalled
@@ -147,6 +152,7 @@ class Session(Generic[B]):
             self._clock.withdraw()
         elif is_first():
             step = self.position.step
+            self._clock.note_changed(keys_changed(self.folder.path, self.config))
             self._clock.stand_at(step, step if self._restored_from == IN_RUN_DIR else None)
             self.folder.begin_again()
             # so that training from it overwrites nothing

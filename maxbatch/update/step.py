@@ -28,11 +28,11 @@ from maxbatch.update.balance import (
     Balance,
     BalancedState,
     RoutingMetrics,
-    Scale,
     learned,
     with_learned,
 )
-from maxbatch.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
+from maxbatch.update.batch_sums import BatchSums
+from maxbatch.update.gradients import NEXT_TOKEN, NoiseParts, Objective, Totals
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.update.spikes import judge
 from maxbatch.update.state import TrainState
@@ -73,57 +73,14 @@ def make_train_step(
       donated, `num_micro_batches` an int32 scalar, and `settings` (`UpdateSettings`) float32
       scalars.
     """
-    accumulation = Accumulation(config, mesh, objective)
-    balance = accumulation.balance
-
-    def scale(state: TrainState, batch: Batch, num_micro_batches: jax.Array) -> Scale | None:
-        """Returns the balance terms' facts of the whole batch; None without such terms."""
-        if balance is None or not balance.has_terms:
-            return None
-
-        def count(
-            j: jax.Array, counted: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
-            rows = arrange(
-                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
-            )
-            tokens = jnp.sum(rows.segments != 0, dtype=jnp.int32)
-            return counted[0] + objective.weigh(rows), counted[1] + tokens
-
-        weight, tokens = jax.lax.fori_loop(
-            0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0))
-        )
-        return Scale(
-            weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE
-        )
+    sums = BatchSums(config, mesh, arrange, objective)
 
     def train_step(
         state: TrainState, batch: Batch, num_micro_batches: jax.Array, settings: UpdateSettings
     ) -> tuple[TrainState, StepMetrics]:
-        params = accumulation.staged(state.params, state.frozen)
-        max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        of_terms = scale(state, batch, num_micro_batches)
-        measures_noise = (
-            config.optimizer.gradient_noise_scale
-            and max_micro_batches * accumulation.data_shards > 1
-        )
-
-        def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
-            micro = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch
-            )
-            return accumulation.add(
-                params, sums, arrange(micro), (j == 0) if measures_noise else False, of_terms
-            )
-
-        sums = accumulation.start(params, sums_layers=max_micro_batches > 1)
-        if max_micro_batches == 1:  # a single one: without a loop the accumulator is free
-            sums = add_micro_batch(jnp.int32(0), sums)
-        else:
-            sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(
-            config.optimizer, state, accumulation.total(sums), settings, balance, own_optimizer
-        )
+        scale = sums.scale(state, batch, num_micro_batches)
+        totals = sums.totals(state, batch, num_micro_batches, scale)
+        return update(config.optimizer, state, totals, settings, sums.balance, own_optimizer)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())

@@ -28,6 +28,8 @@ from maxbatch.system.storage.storage import AnyPath, is_remote
 
 _PERIOD_S = 5.0
 _END_WAIT_S = 5.0
+# Keys by name, each with its value in the session before and in this one; null is None.
+Changed = dict[str, list[str | None]]
 # Larger than in any run; a line with more is damaged.
 _MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
 UNKNOWN_STEP = -1  # of the newest checkpoint of a session whose line does not state it
@@ -68,6 +70,8 @@ class Session(NamedTuple):
     command: str | None = None  # None in older lines
     # The newest checkpoint in run_dir that it resumed from or committed; None: there is none.
     saved_step: int | None = UNKNOWN_STEP
+    # the keys whose values differ from those of the session before; None in older lines
+    changed: Changed | None = None
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of its line; times to the millisecond."""
@@ -103,7 +107,12 @@ _SHAPE = {
     "seconds": {part.value: float for part in TimePart},
 }
 # of fields that older lines lack
-_LATER_SHAPE = {"ended_by": str | None, "versions": object, "command": str | None}
+_LATER_SHAPE = {
+    "ended_by": str | None,
+    "versions": object,
+    "command": str | None,
+    "changed": object,
+}
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
@@ -124,6 +133,8 @@ def _parse(line: bytes) -> Session | None:
         later = checked({name: found.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
         if later["versions"] is not None:
             checked(later["versions"], {str: str}, "versions")
+        if later["changed"] is not None:
+            checked(later["changed"], {str: [str | None]}, "changed")
         saved = found.get("saved_step", UNKNOWN_STEP)
         if saved != UNKNOWN_STEP:
             checked(saved, int | None)
@@ -380,7 +391,7 @@ class SessionLog:
         if error is not None:
             self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
         self._is_withdrawn = self._is_withdrawn or (
-            isinstance(error, ConfigError) and not self._has_trained
+            isinstance(error, ConfigError) and not self._must_stay
         )
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
             self._write()
@@ -401,14 +412,30 @@ class SessionLog:
             self._own.last_step or 0
         )
 
+    @property
+    def _must_stay(self) -> bool:
+        """Whether its line is needed: it has trained, or `config.yml` has the keys that it
+        changed.
+        """
+        return self._has_trained or bool(self._own.changed)
+
     def leave(self, cause: str, is_refusal: bool = False) -> None:
         """Writes the last line of a session whose process is about to end, on any thread."""
         if self._writes:
             self.end_by(cause)
-            self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._has_trained)
+            self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._must_stay)
             # the next start completes the line
             with contextlib.suppress(ConfigError, TrainingError, OSError):
                 self._write()
+
+    def note_changed(self, changed: Changed | None) -> None:
+        """Records the keys that this session changes; None: those of the session before are
+        unknown.
+
+        Called before `stand_at`, which writes them before `config.yml` states the new values.
+        """
+        with self._lock:
+            self._own = self._own._replace(changed=changed)
 
     def withdraw(self) -> None:
         """Removes the line of this start, which had nothing to do."""

@@ -1,0 +1,1 @@
+"""Updates of a run, taken again elsewhere, and shown sample by sample."""

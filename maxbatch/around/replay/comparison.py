@@ -1,0 +1,76 @@
+"""An update that was taken again, beside the line that the run recorded of it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from maxbatch.around.replay.updates import Taken
+from maxbatch.config.config import Config
+from maxbatch.run.folder.metrics import Record
+from maxbatch.run.folder.metrics_schema import Metric
+from maxbatch.system.hashing import to_hex
+
+TOLERANCE = 2e-4  # of a loss or norm in float32: absolute up to 1, relative above
+
+
+class Compared(NamedTuple):
+    """The figures of an update, taken again and recorded; a number that is not finite is None."""
+
+    step: int
+    loss: float | None
+    recorded_loss: float | None
+    grad_norm: float | None
+    recorded_grad_norm: float | None
+    data_fingerprint: str
+    recorded_data_fingerprint: str
+
+    @classmethod
+    def of(cls, taken: Taken, line: Record) -> Compared:
+        """Compares an update with its line."""
+        metrics = taken.metrics
+        loss = float(metrics.loss) if metrics.weight > 0 else None
+        return cls(
+            taken.planned.step,
+            _finite(loss),
+            line[Metric.LOSS],
+            _finite(float(metrics.grad_norm)),
+            line.get(Metric.GRAD_NORM),
+            to_hex(metrics.fingerprint),
+            str(line.get(Metric.DATA_FINGERPRINT)),
+        )
+
+    def difference(self, is_exact: bool) -> str | None:
+        """Returns what differs beyond rounding, in words; None if nothing does.
+
+        Args:
+          is_exact: whether the run computes in float32, so that layouts differ by little.
+        """
+        if self.data_fingerprint != self.recorded_data_fingerprint:
+            return (
+                f"data_fingerprint {self.data_fingerprint}, recorded "
+                f"{self.recorded_data_fingerprint}"
+            )
+        pairs = {
+            "loss": (self.loss, self.recorded_loss),
+            "grad_norm": (self.grad_norm, self.recorded_grad_norm),
+        }
+        for name, (found, recorded) in pairs.items():
+            if is_exact and not _is_close(found, recorded):
+                return f"{name} {found}, recorded {recorded}"
+        return None
+
+
+def computes_exactly(config: Config) -> bool:
+    """Returns whether the layouts of a run differ by rounding of float32 alone."""
+    return config.dtype == config.weight_dtype == "float32" and not config.quantization
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _is_close(found: float | None, recorded: float | None) -> bool:
+    if found is None or recorded is None:
+        return found is recorded
+    return abs(found - recorded) <= TOLERANCE * max(1.0, abs(recorded))

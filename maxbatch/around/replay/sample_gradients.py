@@ -1,0 +1,111 @@
+"""The gradients of a batch's samples, one row at a time.
+
+B samples; g the batch's gradient, the sum of its samples' parts g_i: the gradient of sample i's
+summed loss over the weight of the whole batch. The share of sample i is g.g_i / g.g.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxbatch.around.replay.updates import Before, rows_of
+from maxbatch.data.feed.placement import Batch, BatchShape
+from maxbatch.parallel.trees import State
+from maxbatch.update.balance import Scale
+from maxbatch.update.batch_sums import BatchSums
+from maxbatch.update.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A sample of an update; a number that is not finite is None."""
+
+    index: int  # its own number in the stream
+    loss: float | None  # per token; None without weight
+    weight: float  # the sum of its tokens' weights
+    grad_norm: float | None  # of the gradient of a batch of it alone
+    share: float | None  # of the batch's gradient; None where that is 0
+
+
+class _Whole(NamedTuple):
+    """The whole batch, as the parts of its samples need it; on the devices."""
+
+    gradient: State  # the mean over the batch, float32
+    square: jax.Array  # g.g
+    weight: jax.Array
+    scale: Scale | None  # for the balance terms
+
+
+class _Part(NamedTuple):
+    """Figures of one sample, scalars."""
+
+    loss: jax.Array  # summed
+    weight: jax.Array
+    grad_norm: jax.Array
+    dot: jax.Array  # g.g_i
+
+
+def samples(update: Before) -> Iterator[Sample]:
+    """Yields the samples of an update, in the order of the stream, at the parameters before it."""
+    programs, planned = update.task.programs, update.planned
+    placement, state = programs.placement, update.state
+    single = BatchShape(len(programs.mesh.devices.flat), 1)
+    whole_sums, own_sums = (
+        BatchSums(
+            update.task.opened.keys,
+            programs.mesh,
+            placement.arrange(shape.micro_batch),
+            update.task.opened.objective,
+        )
+        for shape in (update.batch.shape, single)
+    )
+
+    def find_whole(state: TrainState, batch: Batch, count: jax.Array) -> _Whole:
+        scale = whole_sums.scale(state, batch, count)
+        totals = whole_sums.totals(state, batch, count, scale)
+        mean = _mean(totals.gradient, totals.weight)
+        return _Whole(mean, optax.tree.vdot(mean, mean), totals.weight, scale)
+
+    def find_part(state: TrainState, row: Batch, whole: _Whole) -> _Part:
+        one = jnp.int32(1)
+        alone = own_sums.totals(state, row, one, own_sums.scale(state, row, one))
+        # the terms of experts' balance depend on the batch
+        within = alone if whole.scale is None else own_sums.totals(state, row, one, whole.scale)
+        part = _mean(within.gradient, whole.weight)
+        norm = optax.tree.norm(_mean(alone.gradient, alone.weight))
+        return _Part(alone.loss, alone.weight, norm, optax.tree.vdot(whole.gradient, part))
+
+    count = np.int32(update.batch.num_micro_batches)
+    whole = jax.jit(find_whole)(state, update.batch.batch, count)
+    of_row, square = jax.jit(find_part), float(whole.square)
+    rows = rows_of(update.batch)
+    for number in range(planned.num_rows):
+        row = {name: array[number : number + 1] for name, array in rows.items()}
+        part = jax.device_get(of_row(state, placement.stage(row, 1, single), whole))
+        weight = float(part.weight)
+        yield Sample(
+            planned.first_sample + number,
+            finite(float(part.loss) / weight) if weight else None,
+            weight,
+            finite(float(part.grad_norm)),
+            finite(float(part.dot) / square) if square else None,
+        )
+
+
+def finite(number: float) -> float | None:
+    """Returns a number that JSON has; None for one that is not finite."""
+    return number if math.isfinite(number) else None
+
+
+def _mean(gradient: State, weight: jax.Array) -> State:
+    divisor = jnp.where(weight > 0, weight, 1.0)
+    mean: State = jax.tree.map(lambda g: g.astype(jnp.float32) / divisor, gradient)
+    return mean
