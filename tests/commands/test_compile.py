@@ -162,27 +162,6 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
     assert Path("code-ran").exists(), "unpickled, it would have run"
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        b"[]",
-        b"\x80\x04N.",
-        b'{"format": 3, "shapes": 7}',
-        b'{"format": 3}',
-        b"null",
-        b"[" * 100_000,
-        b'{"format": 3, "shapes": [[1e400, 1]]}',
-        b'{"format": 3, "shapes": [[1.0, 1]]}',
-        b'{"format": 3, "shapes": [[1, 2, 3]]}',
-        b'{"format": 3, "shapes": [[0, 1]]}',
-    ],
-)
-def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:
-    (tmp_path / "manifest.json").write_bytes(manifest)
-    with pytest.raises(ConfigError, match="holds no compiled programs"):
-        train(one_layer_config(f"compiled_dir={tmp_path}"))
-
-
 def test_a_step_of_more_rows_than_the_run_has_is_refused(compiled: Path, tmp_path: Path) -> None:
     manifest = json.loads((compiled / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"shapes": [[10**9, 10**9]]}))

@@ -396,21 +396,6 @@ def test_a_hole_in_the_metrics_is_said_and_the_page_is_drawn(number: str) -> Non
     assert drawn[-19:] == list(range(12, 31)) and len(drawn) < 30
 
 
-@pytest.mark.parametrize("file", ["outcome.json", "trial.json", "sweep.json", "devices.json"])
-@pytest.mark.parametrize(
-    "content", ["NaN", '{"number": 1e400}', "9" * 400, "[" * 10**5, '{"number": [0]}', "[[]]"]
-)
-def test_a_damaged_file_of_a_study_is_one_line(
-    file: str, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_sweep()
-    place = folder.path if file == "sweep.json" else folder.trial_folder(0)
-    (place / file).write_text(content)
-    assert main(["report", "sw"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"{file}: cannot be read" in error
-
-
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "é" * 200])
 def test_a_path_that_no_file_system_holds_is_one_line(
     path: str, capsys: pytest.CaptureFixture[str]

@@ -259,15 +259,6 @@ def test_an_unk_token_outside_of_the_vocabulary_is_one_line_once_it_is_needed(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["[]", '"bos_token"', "3", "{", "[" * 100_000])
-def test_a_tokenizer_config_of_another_kind_is_one_line(tmp_path: Path, text: str) -> None:
-    write_bpe(tmp_path, "<s>", "</s>")
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"tokenizer_path=.*tokenizer_config\.json") as raised:
-        tokenizer_of("huggingface", tmp_path)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 @pytest.mark.parametrize("path", ["fifo", "folder", "/dev/zero", "a\0b", "a\ud800b"])
 def test_a_tokenizer_that_is_no_file_is_one_line(tmp_path: Path, kind: str, path: str) -> None:

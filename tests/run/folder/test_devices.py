@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
-from maxbatch import ConfigError
 from maxbatch.run.folder.devices import DevicesUsed, read_devices, record_devices
 
 FOUR = DevicesUsed(1, "TPU v5p", 4, 1, 1, {"data": 1, "fsdp": 4})
@@ -29,10 +26,3 @@ def test_devices_of_updates_that_are_redone_are_dropped(tmp_path: Path) -> None:
     assert read_devices(tmp_path) == [FOUR]
     record_devices(tmp_path, dataclasses.replace(EIGHT, first_step=1))
     assert read_devices(tmp_path) == [dataclasses.replace(EIGHT, first_step=1)]
-
-
-@pytest.mark.parametrize("text", ["{", "3", '[{"first_step": 1}]', "[null]"])
-def test_a_damaged_file_is_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "devices.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"devices\.json: cannot be read"):
-        read_devices(tmp_path)

@@ -58,12 +58,3 @@ def test_only_divergence_is_recorded_by_the_run_itself(tmp_path: Path) -> None:
     with pytest.raises(DivergedError), RunFolder(str(tmp_path)):
         raise DivergedError("9 updates in a row")
     assert read_outcome(tmp_path) == (Status.DIVERGED, "9 updates in a row")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"status": "lost", "reason": ""}', '{"status": "done"}']
-)
-def test_a_damaged_outcome_is_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "outcome.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"outcome\.json: cannot be read"):
-        read_outcome(tmp_path)
