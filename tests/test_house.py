@@ -127,6 +127,40 @@ def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
         assert places == sorted(places)
 
 
+# Words that stand for any name in a path that a page shows, and a name that exists.
+PLACEHOLDERS = {"FORMAT": "axolotl", "name": "pair"}
+PATH = re.compile(r"[\w.]+(/[\w.]+)*/?")
+
+
+def paths_in(page: str) -> set[str]:
+    """Returns the files, folders and modules of this checkout that a page names."""
+    words = set(re.findall(r"`([^`\s]+)`", page))
+    words.update(re.findall(r"^ +pytest .*?(tests/\S+)", page, re.MULTILINE))
+    modules = re.findall(r"python -m ([\w.]+)", page)
+    modules += [word for word in words if word.partition(".")[0] == "around" and "/" not in word]
+    paths = {module.replace(".", "/") for module in modules}
+    for word in words:
+        is_file = Path(word).suffix in (".py", ".txt", ".yml", ".md", ".toml")
+        if PATH.fullmatch(word) and ("/" in word or is_file):
+            paths.add(re.sub(r"\w+", lambda match: PLACEHOLDERS.get(match[0], match[0]), word))
+    return paths
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md"])
+def test_every_path_that_a_page_on_the_code_names_exists(page: str) -> None:
+    tops = (ROOT, ROOT / "maxbatch", ROOT / "tests")
+    names = {path.name for top in tops[1:] for path in top.rglob("*")}
+    paths = paths_in((ROOT / page).read_text())
+    assert {"update/step.py", "plan/rampup.py"} < paths, "the paths of the page are not found"
+    missing = [
+        path
+        for path in paths
+        if not any((top / f"{path}{end}").exists() for top in tops for end in ("", ".py"))
+        and not ("/" not in path and path in names)
+    ]
+    assert missing == []
+
+
 def test_no_contract_of_imports_has_exceptions() -> None:
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
 
