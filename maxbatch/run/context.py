@@ -58,14 +58,17 @@ class RunContext:
         if not (config.enable_checkpointing and config.local_checkpoint_directory):
             self._take_folder()
         self.identity = share_folder(self.folder)
+        # before the line of the session exists: a signal that ends the process also ends the line
+        self.stop = StopRequest()
+        self.stop.record_end = leave_sessions
+        self.stop.end_unless_saving(self._leave)
+        stack.enter_context(self.stop)
         facts = computing_versions(), command_text()
         log = SessionLog(
             self.folder, started, jax.process_count(), len(devices), is_first(), *facts
         )
         self.sessions = stack.enter_context(log)
         stack.enter_context(watching())
-        self.stop = stack.enter_context(StopRequest())
-        self.stop.end_unless_saving(self._leave)
         self.background = stack.enter_context(Background())
         self.own_end = OwnEnd()
 

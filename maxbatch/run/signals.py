@@ -52,7 +52,7 @@ class StopRequest(Stopping):
             def end(name: str) -> None:
                 recorder = threading.Thread(target=record, args=(name,), daemon=True)
                 recorder.start()
-                # no longer: the thread that trains may hold what it waits for
+                # no longer: a store may not answer
                 recorder.join(_RECORD_S)
                 end_unsaved(name)
 

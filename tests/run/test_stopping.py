@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import pytest
 from jax.experimental import multihost_utils
 
 from maxbatch.cli import main
+from maxbatch.run import signals
+from maxbatch.run.context import RunContext
 from maxbatch.run.folder.position import committed_steps
+from maxbatch.run.folder.run_folder import RunFolder
+from maxbatch.run.folder.sessions import SessionLog, read_sessions
 from maxbatch.run.signals import StopRequest
-from tests.helpers.tiny import TINY_MODEL, read_metrics
+from maxbatch.system.processes import stopping
+from tests.helpers.tiny import TINY_MODEL, read_metrics, tiny_config
 
 RUN = (
     *TINY_MODEL,
@@ -64,6 +70,29 @@ def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_th
     assert (f"stopped by SIGTERM at step {step}" if code else f"done: step {step}") in said
     assert ("--- a sample" in said) == (name == "continued_text")
     assert "eval_loss" in read_metrics("run")[1]
+
+
+def test_a_signal_right_after_the_first_line_of_a_session_is_recorded_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enter, ended_by = SessionLog.__enter__, []
+
+    def enter_and_be_ended(log: SessionLog) -> SessionLog:
+        entered = enter(log)
+        (stop,) = stopping._OPEN
+        assert stop.end_at_once is not None, "there is nothing to save"
+        stop.end_at_once("SIGTERM")
+        ended_by.append(read_sessions(Path("run"))[-1].ended_by)
+        return entered
+
+    monkeypatch.setattr(signals, "owns_process", lambda: True)
+    # in a process that ends they would be the last things done
+    monkeypatch.setattr(signals, "end_unsaved", lambda name: None)
+    monkeypatch.setattr(RunFolder, "leave", lambda folder: None)
+    monkeypatch.setattr(SessionLog, "__enter__", enter_and_be_ended)
+    with ExitStack() as stack:
+        RunContext(tiny_config("run_dir=run"), jax.devices()[:1], stack)
+    assert ended_by == ["SIGTERM"]
 
 
 def test_several_hosts_count_every_question_also_over_two_runs_in_a_row(

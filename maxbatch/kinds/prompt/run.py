@@ -85,6 +85,7 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
                 )
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
+                context.sessions.end_by(warm.stopped_by)
                 return Outcome(session.position, warm.stopped_by, config.run_dir)
         return session.run()
 

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +22,7 @@ from maxbatch.run.folder.metrics import UpdateSeconds, read_lines, update_second
 from maxbatch.run.folder.run_folder import SESSIONS_FILE, RunFolder
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.processes.repeating import Repeating
+from maxbatch.system.processes.threads import on_own_thread
 from maxbatch.system.storage.appending import PERIOD_S as REMOTE_PERIOD_S
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.storage import AnyPath, is_remote
@@ -306,11 +307,12 @@ def _without(
     return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, seconds)
 
 
-_OPEN: list[SessionLog] = []  # of this process, with a line
+_OPEN: list[SessionLog] = []  # of this process; those that write a line
 
 
 def leave_sessions(cause: str, is_refusal: bool = False) -> None:
-    """Writes the last lines of the sessions of this process, which is about to end, on any thread.
+    """Writes the last lines of the sessions of this process, which is about to end, on any thread
+    but the one that trains.
 
     Args:
       is_refusal: whether the start is refused; one that trained nothing then leaves no line.
@@ -320,8 +322,7 @@ def leave_sessions(cause: str, is_refusal: bool = False) -> None:
             target=log.leave, args=(cause, is_refusal), name="maxbatch-session-end", daemon=True
         )
         writer.start()
-        # a store may not answer, and the thread that trains may hold the log
-        writer.join(_END_WAIT_S)
+        writer.join(_END_WAIT_S)  # a store may not answer
 
 
 def end_killed_session(run_dir: AnyPath, cause: str) -> None:
@@ -338,11 +339,22 @@ def _lines(sessions: Sequence[Session]) -> str:
     return "".join(json.dumps(session.to_json()) + "\n" for session in sessions)
 
 
+class _Counted(NamedTuple):
+    """The session that runs, and the part that its time counts in since its last change."""
+
+    session: Session
+    part: TimePart
+    since: float  # by `time.perf_counter`
+
+
 class SessionLog:
     """The line of the session that runs, and the clock of its parts.
 
-    Its methods are called on the thread that trains. As a context manager it writes the line at
-    once and once more at the end. A refused start leaves no line.
+    Its methods are called on the thread that trains, and other threads write the line. As a context
+    manager it writes the line at once and once more at the end. A refused start leaves no line.
+
+    A signal may stop the thread that trains at any moment, to end the process. Other threads then
+    write the last line, so that thread never holds a lock that they need.
 
     Args:
       started: when the session began, in seconds since 1970.
@@ -367,66 +379,80 @@ class SessionLog:
         if self._before:
             seconds[TimePart.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
         facts = Session(started, started, hosts, devices, None, None, seconds)
-        self._own = facts._replace(versions=versions, command=command, saved_step=None)
         self._origin = time.perf_counter() - max(0.0, time.time() - started)
-        self._part, self._since = TimePart.START_UP, self._origin
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()  # so that an older line never replaces a newer one
+        # replaced as a whole, and only by the thread that trains
+        self._counted = _Counted(
+            facts._replace(versions=versions, command=command), TimePart.START_UP, self._origin
+        )
+        # any thread may set these
+        self._ended_by: str | None = None
+        self._saved_step: int | None = None
         self._is_withdrawn = False
+        self._writing = threading.Lock()  # so that an older line never replaces a newer one
         self._writer: Repeating | None = None
 
     def __enter__(self) -> Self:
         if self._writes:
-            self._write()
-            _OPEN.append(self)
+            _OPEN.append(self)  # first: a signal during the write finds the session here
+            try:
+                on_own_thread(self._write, "maxbatch-session-start")
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):  # the line may be there already
+                    self._write_end(error)
+                _OPEN.remove(self)
+                raise
             period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
             self._writer = Repeating(self._write, period, "maxbatch-sessions")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self in _OPEN:
-            _OPEN.remove(self)
-        if not self._writer or not self._writer.stop(_END_WAIT_S):
-            return
+        try:
+            if self._writer and self._writer.stop(_END_WAIT_S):
+                self._write_end(error)
+        finally:
+            if self in _OPEN:
+                _OPEN.remove(self)
+
+    def _write_end(self, error: BaseException | None) -> None:
+        """Writes the last line of a session that ends by itself, or by an exception."""
         if error is not None:
             self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
         self._is_withdrawn = self._is_withdrawn or (
             isinstance(error, ConfigError) and not self._must_stay
         )
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
-            self._write()
+            on_own_thread(self._write, "maxbatch-session-end")
 
     @property
     def part(self) -> TimePart:
         """The part that time counts in now."""
-        return self._part
+        return self._counted.part
 
     def end_by(self, cause: str) -> None:
         """Records what ends the session, for its last line."""
-        with self._lock:
-            self._own = self._own._replace(ended_by=cause)
+        self._ended_by = cause
 
     @property
     def _has_trained(self) -> bool:
-        return self._own.first_step is not None and self._own.first_step <= (
-            self._own.last_step or 0
-        )
+        session = self._counted.session
+        return session.first_step is not None and session.first_step <= (session.last_step or 0)
 
     @property
     def _must_stay(self) -> bool:
         """Whether its line is needed: it has trained, or `config.yml` has the keys that it
         changed.
         """
-        return self._has_trained or bool(self._own.changed)
+        return self._has_trained or bool(self._counted.session.changed)
 
     def leave(self, cause: str, is_refusal: bool = False) -> None:
-        """Writes the last line of a session whose process is about to end, on any thread."""
-        if self._writes:
-            self.end_by(cause)
-            self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._must_stay)
-            # the next start completes the line
-            with contextlib.suppress(ConfigError, TrainingError, OSError):
-                self._write()
+        """Writes the last line of a session whose process is about to end, on any thread but the
+        one that trains.
+        """
+        self.end_by(cause)
+        self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._must_stay)
+        # the next start completes the line
+        with contextlib.suppress(ConfigError, TrainingError, OSError):
+            self._write()
 
     def note_changed(self, changed: Changed | None) -> None:
         """Records the keys that this session changes; None: those of the session before are
@@ -434,8 +460,7 @@ class SessionLog:
 
         Called before `stand_at`, which writes them before `config.yml` states the new values.
         """
-        with self._lock:
-            self._own = self._own._replace(changed=changed)
+        self._count(lambda session: session._replace(changed=changed))
 
     def withdraw(self) -> None:
         """Removes the line of this start, which had nothing to do."""
@@ -452,16 +477,12 @@ class SessionLog:
 
     def move(self, part: TimePart, seconds: float) -> None:
         """Moves seconds that have just passed to another part."""
-        with self._lock:
-            self._settle()
-            self._own = self._own.moved(self._part, part, seconds)
+        self._count(lambda session: session.moved(self.part, part, seconds))
 
     def begin_anew(self) -> None:
         """Forgets the earlier sessions: the run that they trained was given up."""
         self._before = self._earlier = []
-        with self._lock:
-            seconds = self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: 0.0}
-            self._own = self._own._replace(seconds=seconds)
+        self._follow_after(0.0)
 
     def stand_at(self, step: int, saved: int | None = None) -> None:
         """Records that the session continues after `step` updates; later updates count as lost.
@@ -470,66 +491,71 @@ class SessionLog:
           saved: the step of the checkpoint in `run_dir` that it resumes from; None: it resumes from
             none.
         """
-        with self._lock:
-            self._own = self._own._replace(first_step=step + 1, last_step=step, saved_step=saved)
+        self._saved_step = saved
+        self._count(lambda session: session._replace(first_step=step + 1, last_step=step))
         if self._before:
             self._complete_earlier(step)
         if self._writer:
             # now: the next start of a run that is killed soon completes a line with a first step
-            self._write()
+            on_own_thread(self._write, "maxbatch-session-stands")
 
     def _complete_earlier(self, step: int) -> None:
         """Completes the lines of earlier sessions for a start that continues after `step`
         updates.
         """
-        last = self._before[-1].last_step
+        last, started = self._before[-1].last_step, self._counted.session.started
         times = update_seconds(self._folder.path, after=min(step, step if last is None else last))
-        self._earlier = resumed(self._before, step, self._own.started, times)
-        gap = max(0.0, self._own.started - self._earlier[-1].ended)
-        with self._lock:
-            self._own = self._own._replace(
-                seconds=self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: gap}
+        self._earlier = resumed(self._before, step, started, times)
+        self._follow_after(max(0.0, started - self._earlier[-1].ended))
+
+    def _follow_after(self, gap_s: float) -> None:
+        """Records the seconds since the session before."""
+        self._count(
+            lambda session: session._replace(
+                seconds=session.seconds | {TimePart.SINCE_SESSION_BEFORE: gap_s}
             )
+        )
 
     def record(self, step: int) -> None:
         """Counts the time in updates so far as kept: the record of update `step` is written."""
         if self._writer:
             self._writer.check()
-        with self._lock:
-            self._settle()
-            self._own = self._own.moved(
+        self._count(
+            lambda session: session.moved(
                 TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf
             )._replace(last_step=step)
+        )
 
     def saved(self, step: int) -> None:
         """Records a committed checkpoint at once; any thread may call it."""
-        with self._lock:
-            self._own = self._own._replace(saved_step=step)
+        self._saved_step = step
         if self._writes:
-            self._write()
+            on_own_thread(self._write, "maxbatch-session-saved")
 
     def _turn_to(self, part: TimePart) -> TimePart:
-        with self._lock:
-            self._settle()
-            outer, self._part = self._part, part
-            return outer
+        """Counts the time from now on in a part; returns the part before it."""
+        outer = self.part
+        self._count(lambda session: session, part)
+        return outer
 
-    def _settle(self) -> None:
+    def _count(self, change: Callable[[Session], Session], part: TimePart | None = None) -> None:
+        """Counts the time up to now, then changes the session, and the part if one is given."""
         now = time.perf_counter()
-        seconds = self._own.seconds | {
-            self._part: self._own.seconds[self._part] + now - self._since
-        }
-        self._own = self._own._replace(
-            ended=self._own.started + now - self._origin, seconds=seconds
-        )
-        self._since = now
+        counted = self._counted
+        self._counted = _Counted(change(self._until(now, counted)), part or counted.part, now)
+
+    def _until(self, now: float, counted: _Counted) -> Session:
+        """Returns the session with its time up to `now`."""
+        session, part, since = counted
+        seconds = session.seconds | {part: session.seconds[part] + now - since}
+        return session._replace(ended=session.started + now - self._origin, seconds=seconds)
 
     def _write(self) -> None:
         self._folder.check()
         with self._writing:
-            with self._lock:
-                self._settle()
-                lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
+            session = self._until(time.perf_counter(), self._counted)
+            session = session._replace(ended_by=self._ended_by, saved_step=self._saved_step)
+            lines = self._before if self._is_withdrawn else [*self._earlier, session]
             if lines:
                 self._folder.write(SESSIONS_FILE, _lines(lines))
             else:

@@ -45,6 +45,9 @@ class Stopping:
     # while there is something to save. Compiled code may keep the main thread from answering for
     # long.
     end_at_once: Callable[[str], None] | None = None
+    # Records the end of the work, called with the signal's name by the thread that watches before
+    # it ends the process on a second Ctrl-C.
+    record_end: Callable[[str], None] | None = None
 
     def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # signal that requested the stop
@@ -195,11 +198,14 @@ def _watch(reading: int) -> None:
             continue
         if number == signal.SIGINT and is_interrupted:
             time.sleep(_GRACE_S)
+            _record_end(number)
             _end(number)
         is_interrupted = is_interrupted or number == signal.SIGINT
         innermost = _OPEN[-1] if _OPEN else None
-        if innermost and innermost.end_at_once and number != signal.SIGINT:
-            innermost.end_at_once(signal.Signals(number).name)
+        # read once: the main thread may set it to None meanwhile
+        end_at_once = innermost.end_at_once if innermost else None
+        if end_at_once and number != signal.SIGINT:
+            end_at_once(signal.Signals(number).name)
         elif innermost:
             _answer(number, innermost.waits_for)
         elif number == signal.SIGINT:
@@ -220,6 +226,13 @@ def _later(seconds: float, function: Callable[..., None], *arguments: object) ->
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
     timer.start()
+
+
+def _record_end(number: int) -> None:
+    for context in reversed(_OPEN):
+        if context.record_end:
+            context.record_end(signal.Signals(number).name)
+            return
 
 
 def _end_if_nothing_waits(number: int) -> None:

@@ -1,8 +1,9 @@
-"""Calls of one function that wait for storage, at the same time."""
+"""Calls of functions that wait for storage: many at a time, or one on a thread of its own."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -41,3 +42,23 @@ def each_in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) 
             yield waiting.popleft().result()
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+def on_own_thread(do: Callable[[], None], name: str) -> None:
+    """Runs a function on a thread of that name, and waits for it; re-raises its failure.
+
+    Signal handlers of Python run on the main thread, so none stops the function halfway.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]

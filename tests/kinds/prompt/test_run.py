@@ -17,6 +17,7 @@ import maxbatch
 from maxbatch.cli import main
 from maxbatch.kinds.prompt import warm_start
 from maxbatch.run.folder.devices import read_devices
+from maxbatch.run.folder.sessions import read_sessions
 from tests.helpers.command import Hold, recorded, start
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
 from tests.helpers.processes import wait_for
@@ -251,6 +252,8 @@ def test_asked_to_stop_before_its_warm_start_it_saves_that_and_exits_with_75(
     keys = (RL, *KEYS, "warm_start_steps=5", "steps=1", f"run_dir={tmp_path / 'run'}")
     assert main(["rl", *keys]) == 75
     assert saved_steps(tmp_path / "run" / "warm_start") == [0]
+    for folder in ("run", "run/warm_start"):
+        assert [session.ended_by for session in read_sessions(tmp_path / folder)] == ["SIGTERM"]
     assert main(["rl", *keys]) == 0
 
 

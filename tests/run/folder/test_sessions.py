@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +245,36 @@ def test_a_session_records_what_ended_it_its_versions_and_its_command(tmp_path: 
                 assert ends == ["done", "error", "host 1 died", "host 1 failed"], (
                     "a refused start leaves no line"
                 )
+
+
+@pytest.mark.parametrize("owner", [Session, RunFolder], ids=["counting", "writing"])
+def test_a_signal_that_stops_the_thread_that_trains_anywhere_is_recorded_by_other_threads(
+    owner: type[Session] | type[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of a signal that ends the process waits on that thread, in the middle of a call."""
+    name = "_replace" if owner is Session else "write"
+    do, stopped, goes_on = getattr(owner, name), threading.Event(), threading.Event()
+
+    def do_once_resumed(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "trains":
+            stopped.set()
+            assert goes_on.wait(60)
+        return do(*arguments, **options)
+
+    with (
+        RunFolder(str(tmp_path)) as folder,
+        SessionLog(folder, time.time(), 1, 1, writes=True) as log,
+    ):
+        monkeypatch.setattr(owner, name, do_once_resumed)
+        training = threading.Thread(target=log.stand_at, args=(0,), name="trains")
+        training.start()
+        while training.is_alive() and not stopped.wait(0.01):
+            pass
+        leave_sessions("SIGTERM")
+        ended_by = read_sessions(tmp_path)[-1].ended_by
+        goes_on.set()
+        training.join()
+    assert ended_by == "SIGTERM"
 
 
 def test_what_ended_a_killed_run_is_recorded_by_who_saw_it(tmp_path: Path) -> None:

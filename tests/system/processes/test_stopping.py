@@ -41,8 +41,15 @@ def started(body: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed() -> None:
-    with started("with Stopping('after this update'):\n    ready(); busy()\n") as process:
+def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_recorded_and_obeyed() -> (
+    None
+):
+    body = (
+        "with Stopping('after this update') as stop:\n"
+        "    stop.record_end = lambda name: print('ended by', name, flush=True)\n"
+        "    ready(); busy()\n"
+    )
+    with started(body) as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert (
@@ -52,6 +59,7 @@ def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed(
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1
         assert process.stderr.read() == "maxbatch: interrupted\n"
+        assert process.stdout is not None and process.stdout.read() == "ended by SIGINT\n"
 
 
 def test_two_ctrl_c_shortly_after_one_another_are_two() -> None:
