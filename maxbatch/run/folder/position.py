@@ -60,6 +60,13 @@ class Spikes(NamedTuple):
         """Returns them after an update that was skipped as a spike."""
         return self._replace(steps=(*self.steps, step)[-_MOST_SPIKES:])
 
+    def checkpoints(self, steps: Sequence[int]) -> set[int]:
+        """Returns those of a run's checkpoints that are the newest before one of the spikes."""
+        before = (
+            max((step for step in steps if step < spike), default=None) for spike in self.steps
+        )
+        return {step for step in before if step is not None}
+
     def without_window(self) -> Spikes:
         """Returns them after an update of a run that skips no spikes."""
         return Spikes(steps=self.steps)

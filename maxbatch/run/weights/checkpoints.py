@@ -376,7 +376,7 @@ class Checkpoints:
             self._best = self._read_best() if self._keeps_best else broadcast(self._forget_best)
         steps = sorted(self._steps | {position.step})
         best = self._best_of(position, steps, is_extra)
-        old = self._old(steps, best)
+        old = self._old(steps, best, position.spikes.checkpoints(steps))
         new_best = best if best != self._best or self._is_best_foreign else None
         save = Save(
             self._folder,
@@ -421,8 +421,11 @@ class Checkpoints:
             return self._best
         return BestCheckpoint(lowest.step, lowest.loss, is_extra and lowest.step == position.step)
 
-    def _old(self, steps: Sequence[int], best: BestCheckpoint | None) -> list[int]:
-        """Returns the checkpoints to remove: all but the newest ones and the best one.
+    def _old(
+        self, steps: Sequence[int], best: BestCheckpoint | None, before_spikes: set[int]
+    ) -> list[int]:
+        """Returns the checkpoints to remove: all but the newest ones, the best one and those before
+        the newest spikes.
 
         One that was saved for its eval loss alone counts for none of the newest, and goes once
         another one is better.
@@ -431,7 +434,8 @@ class Checkpoints:
         counted = [step for step in steps if step not in extra]
         old = counted[: -self._keep] if self._keep else []
         old += sorted(extra - {steps[-1]})
-        return [step for step in old if step in steps and not (best and step == best.step)]
+        kept = before_spikes | ({best.step} if best else set())
+        return [step for step in old if step in steps and step not in kept]
 
     def record_of(
         self,
