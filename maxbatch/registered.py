@@ -1,4 +1,4 @@
-"""What extends the core, in tables: kinds of sample, formats of files, experiment trackers, other
+"""The tables that extend the core: kinds of sample, formats of files, experiment trackers, other
 programs' words, configs and models, and observers of a run's model. A row is a name and the place
 of an object.
 """

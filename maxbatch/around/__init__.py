@@ -1,1 +1,1 @@
-"""What stands beside the trainer: other formats, other programs, and what looks at runs."""
+"""Rooms around the trainer: other formats, other programs, and views of runs."""

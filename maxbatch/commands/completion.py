@@ -49,7 +49,7 @@ _FISH = "# put this file into ~/.config/fish/completions/maxbatch.fish\n{lines}\
 
 
 class _Words(NamedTuple):
-    """What may follow a command."""
+    """The words that may follow a command."""
 
     flags: list[str]
     keys: list[str]  # of the config, each with its `=`

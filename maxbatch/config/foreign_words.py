@@ -47,7 +47,7 @@ class ForeignWord(Protocol):
 
 
 class Replacement(NamedTuple):
-    """What works in place of unknown entries."""
+    """The settings that replace unknown entries."""
 
     is_of_prompts: bool  # whether the config without them trains on prompts
     works: str  # "; works: " and the settings; "" if not every entry can be replaced
@@ -85,7 +85,7 @@ class ForeignWords(ABC):
         known_texts: Mapping[str, str],
         machine: Machine,
     ) -> Replacement:
-        """Returns what works in place of unknown entries; `UnknownKeys` has the arguments."""
+        """Returns the settings that replace unknown entries; `UnknownKeys` has the arguments."""
 
     @abstractmethod
     def import_command(self, unknown: Sequence[Entry], file: str | None) -> str:

@@ -21,7 +21,7 @@ class ModelForm:
     """A form of models; by default it states none of the config's keys.
 
     Attributes:
-      phrase: what a model in this form is, for messages: "a Hugging Face folder".
+      phrase: names a model in this form in messages: "a Hugging Face folder".
     """
 
     phrase = ""

@@ -1,1 +1,1 @@
-"""What a model is made of, as numbers: a record per family, a row per parameter. No JAX."""
+"""Models as numbers: a record per family, a row per parameter. No JAX."""

@@ -220,7 +220,7 @@ def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
 
 
 def weight_offset(model: ModelConfig, path: ParameterPath) -> float:
-    """Returns what is added to a parameter's usual value in a model whose norms hold 1 + scale."""
+    """Returns the offset of a parameter from its usual value in a model whose norms hold 1 + scale."""
     holds_one = FAMILIES[model.decoder_block].norm_adds_one and not norms_add_one(model)
     return 1.0 if holds_one and path[-1] == "scale" else 0.0
 

@@ -69,8 +69,8 @@ class GatedDeltaNet(nnx.Module):
         rope: Rope | None,
         is_local: jax.Array | bool = False,
     ) -> jax.Array:
-        """Returns what the tokens read from their documents' states, projected, [M, L, D], in x's
-        dtype.
+        """Returns the values that tokens read from their documents' states, projected, [M, L, D],
+        in x's dtype.
         """
         del rope, is_local
         projected = self._whole(self._projected(x_MxLxD))
@@ -93,8 +93,8 @@ class GatedDeltaNet(nnx.Module):
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, StateCache]:
-        """Returns what T more tokens of each row read, projected, [B, T, D], and the cache with
-        them; see `Attention`.
+        """Returns the values that T more tokens of each row read, projected, [B, T, D], and the
+        cache with these tokens; see `Attention`.
 
         Tokens at `cache.ends_B` and behind leave the states of their rows as they are.
         """
@@ -121,7 +121,7 @@ class GatedDeltaNet(nnx.Module):
     def empty_cache(
         self, num_layers: int, num_rows: int, dtype: jax.typing.DTypeLike, ends_B: jax.Array | None
     ) -> StateCache:
-        """Returns a cache of so many layers and rows, with the convolutions' inputs in a dtype."""
+        """Returns an empty cache; the convolutions' inputs have the dtype, states are float32."""
         (K, k, width), (H, v) = self.convolved_query.shape[-3:], self.delta_value.shape[-2:]
         states = jnp.zeros((num_layers, num_rows, H, k, v), jnp.float32)
         states = self.constrain(states, (None, "batch", "delta_heads", None, None))

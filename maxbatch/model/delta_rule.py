@@ -75,8 +75,8 @@ def gated_delta_rule(
     chunk_size: int,
     state_MxHxkxv: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what each token reads, float32[M, L, H, v], and the state after the last token,
-    float32[M, H, k, v].
+    """Returns the value that each token reads, float32[M, L, H, v], and the state after the last
+    token, float32[M, H, k, v].
 
     Queries and keys are normalised to length 1, and queries divided by the root of their width. All
     is computed in float32, the products at its full precision: the solution of a chunk's triangular

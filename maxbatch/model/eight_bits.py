@@ -88,8 +88,8 @@ def quantised(
 def largest_magnitude(
     x: jax.Array, contraction: Sequence[int], over: str | None = None
 ) -> jax.Array:
-    """Returns what scales x along the axes of a contraction, float32, with size 1 there; `over` as
-    of `quantised`.
+    """Returns the largest magnitude of x along the axes of a contraction, float32, with size 1
+    there; `over` is that of `quantised`.
     """
     largest = jnp.maximum(
         jnp.max(jnp.abs(x.astype(jnp.float32)), axis=contraction, keepdims=True), _TINY
@@ -284,9 +284,7 @@ def eight_bit_groups(
 
 
 class _Way(NamedTuple):
-    """What grouped products know before they have arrays: `Groups` without the sizes, and the
-    type.
-    """
+    """The static arguments of grouped products: `Groups` without the sizes, and the type."""
 
     platform: str
     inputs_over: str | None

@@ -171,9 +171,7 @@ def _place_of_cache() -> str:
 
 
 class _FirstProcess:
-    """The programs that the first process says it has begun to look for, and has compiled or
-    found.
-    """
+    """The first process's reports: programs that it looks for, and those it compiled or found."""
 
     def __init__(self) -> None:
         self.shares_cache = False  # this process has its cache in the same place
@@ -184,7 +182,7 @@ class _FirstProcess:
     def meet(self, place: str) -> None:
         """Compares the places of the caches; "" is that of no cache."""
         # Keys name the folder of the cache, so a process that waits in another folder for a program
-        # would wait in vain.
+        # would wait for nothing.
         self._num_meetings += 1
         meeting = f"of run {self._num_meetings}"
         self.tell("place", meeting, place)

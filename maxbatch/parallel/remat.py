@@ -39,7 +39,7 @@ def kept(x: jax.Array, name: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What the forward pass of a layer keeps for its backward pass, by name."""
+    """The names of the values that a layer's forward pass keeps for its backward pass."""
 
     keeps_all: bool  # `none`; the names are then empty
     on_device: tuple[str, ...]

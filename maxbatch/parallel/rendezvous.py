@@ -114,7 +114,7 @@ def meet(
 
 
 class _Status(NamedTuple):
-    """What the first host tells the others, or what a host concludes for lack of it."""
+    """The first host's report to the others, or a host's own conclusion if none arrives."""
 
     missing: Sequence[int]
     num_missing: int

@@ -34,9 +34,7 @@ class ExpertGroups(NamedTuple):
     def if_any(
         cls, model: ModelConfig, shape: MeshShape, rows: int, length: int
     ) -> ExpertGroups | None:
-        """Returns the numbers for one pass over so many rows on all devices; None for a dense
-        model.
-        """
+        """Returns the numbers for one pass over `rows` rows on all devices; None for a dense model."""
         if model.num_experts == 1:
             return None
         sizes = shape.sizes

@@ -40,7 +40,7 @@ def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> flo
 
 
 def rate_shape_by_updates(rates: RatesConfig, total_updates: int, updates: int) -> float:
-    """Returns the rate over its peak after so many updates, as MaxText has it
+    """Returns the rate over its peak after `updates` updates, as MaxText has it
     (`utils/maxtext_utils.py`, 0.2.5).
 
     The warm-up and wsd's decay are whole numbers of updates, rounded down in double precision as

@@ -119,7 +119,7 @@ class Seesaw(NamedTuple):
         return [(Fraction(start), batch) for start, batch in stages]
 
     def samples_for(self, rates: RatesConfig, steps: int, most: int) -> int:
-        """Returns the samples of a run of about so many updates; `most` is that of `batches`."""
+        """Returns the samples of a run of about `steps` updates; `most` is that of `batches`."""
         # Batches only grow, so a run of that many updates has at least this many samples. Double the
         # end (or more) until it has enough updates, then search between.
         fewest = steps * self.first_batch

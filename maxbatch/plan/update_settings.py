@@ -77,7 +77,7 @@ class DecayPlan(NamedTuple):
         return Decays(decay("adam_b1"), decay("adam_b2"), self.weight_decay(tokens, stage), average)
 
     def average_halvings(self, tokens: int) -> float:
-        """Returns the length of an update of so many tokens in half-lives of the parameter average;
+        """Returns the length of an update, stated in tokens, in half-lives of the parameter average;
         0: no average.
         """
         half_life = self.optimizer.parameter_average_half_life
@@ -86,7 +86,7 @@ class DecayPlan(NamedTuple):
         )
 
     def halvings(self, name: str, tokens: int) -> float:
-        """Returns the length of an update of so many tokens in half-lives of a moment (`adam_b1`,
+        """Returns the length of an update, stated in tokens, in half-lives of a moment (`adam_b1`,
         `adam_b2`).
         """
         decay: float | None = self.optimizer[name]
@@ -97,8 +97,8 @@ class DecayPlan(NamedTuple):
         return min(_MOST_HALVINGS, -math.log2(decay)) if decay else _MOST_HALVINGS
 
     def weight_decay(self, tokens: int, stage: int) -> float | None:
-        """Returns the weight decay of an update of so many tokens; None: the run's length is
-        unknown.
+        """Returns the weight decay of an update, whose length is stated in tokens; None: the run's
+        length is unknown.
         """
         timescale = self.optimizer.weight_decay_timescale
         if timescale is None:
@@ -137,10 +137,10 @@ class UpdatePlan(NamedTuple):
         )
 
     def at(self, samples_seen: int, num_rows: int | None = None) -> UpdateSettings:
-        """Returns the settings of the update that starts at samples_seen with so many real rows
-        (None: all).
+        """Returns the settings of the update that starts at samples_seen.
 
-        Its tokens are its real rows' slots.
+        Args:
+          num_rows: its real rows, whose slots are its tokens; None: all.
         """
         manager, decays = self.rate.manager, self.decays
         rows = manager.rows_at(samples_seen) if num_rows is None else num_rows

@@ -48,7 +48,7 @@ class Schedule:
     keeps_best: bool = False
 
     def after(self, update: PlannedStep, last_end: int) -> Due:
-        """Returns what is due after an update, before it is known how its eval ends.
+        """Returns the work that is due after an update, before its eval.
 
         A run is saved and evaluated only where a batch ends: several updates may share one.
 
@@ -71,10 +71,10 @@ class Schedule:
         )
 
     def after_eval(self, due: Due, step: int, best: BestEval) -> Due:
-        """Returns what is due after an update whose eval has ended.
+        """Returns the work that is due after an update whose eval has ended.
 
         Args:
-          due: what was due before it.
+          due: the work that was due before the eval.
           step: the number of the update.
           best: the lowest eval loss, this eval included.
         """

@@ -1,4 +1,4 @@
-"""What a start of a run continues from: the newest whole state, over the checkpoints in `run_dir`
+"""The state from which a start of a run continues: the newest whole state, over the checkpoints in `run_dir`
 and the local ones; else a first state.
 """
 

@@ -1,6 +1,4 @@
-"""A run that goes on with a MaxText run: where it stands in the stream, which MaxText's own state
-does not say.
-"""
+"""A run that continues a MaxText run: its position in the stream, which MaxText's state lacks."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ def state_taken_over(model: ModelConfig, source: ForeignState, abstract: TrainSt
 
 
 def _samples_by_the_batch(config: PlanConfig, updates: int) -> int | None:
-    """Returns the samples of so many updates if the config states one constant global batch; else
-    None.
+    """Returns the samples of a number of updates if the config states one constant global batch;
+    else None.
     """
     batches = stated_batches(config)
     if batches is None or len({batch for _, batch in batches}) > 1:

@@ -140,7 +140,7 @@ def reason(error: BaseException) -> str:
 
 
 def one_line(error: object, most: int | None = None) -> str:
-    """Returns an error's message on one line of at most so many characters; its type if it has
+    """Returns an error's message on one line of at most `most` characters; its type if it has
     none.
     """
     return " ".join(str(error).split())[:most] or type(error).__name__
@@ -189,7 +189,7 @@ def _lacks_memory(error: BaseException) -> bool:
 
 
 def _more_memory(problem: str) -> str:
-    """Returns what to try, for a message."""
+    """Returns advice for a process that lacks memory."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY:
         return f"the limit of this process is {most >> 10} kB (ulimit -v): raise it"

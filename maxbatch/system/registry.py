@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Table(Enum):
-    """What the core is extended by."""
+    """The tables that extend the core."""
 
     KINDS = "kinds of sample"
     FORMATS = "formats of files"

@@ -1,4 +1,4 @@
-"""What training asks of a kind of sample: its objective. Imports no JAX by itself."""
+"""The interface of a kind of sample to training: its objective. Imports no JAX by itself."""
 
 from __future__ import annotations
 

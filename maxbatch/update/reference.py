@@ -1,4 +1,4 @@
-"""What an objective compares its samples with: figures of each under the first parameters.
+"""The reference of an objective: figures of each sample under the first parameters.
 
 They are computed once, before the first update, and read beside the samples. These are types
 alone: the kind of sample that has such an objective brings the rest.
@@ -66,7 +66,7 @@ class Reference(Protocol):
     def find(
         self, folder: AnyPath, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
     ) -> FoundReference:
-        """Returns what is known of the reference of all samples that a run reads.
+        """Finds the reference of all samples that a run reads.
 
         Args:
           folder: the run folder.

@@ -34,7 +34,7 @@ class SpikeWindow(NamedTuple):
 
     losses_W: jax.Array  # float32
     grad_norms_W: jax.Array  # float32, before clipping
-    num_kept: jax.Array  # int32: so many at the end are figures; those before them are 0
+    num_kept: jax.Array  # int32: figures, at the end; before them are zeros
 
 
 def abstract_window(config: ModelOptimizerConfig, mesh: Mesh) -> SpikeWindow | None:

@@ -47,7 +47,7 @@ def proposals(
     refuse them.
 
     Args:
-      config: what the user states; expert, context and pipeline axes stay as they are there.
+      config: the config as stated; expert, context and pipeline axes stay as they are there.
       fixed: the keys that the user states. Other data, fsdp and tensor axes are chosen. Over slices
         it is the data axis, if no dcn axis is stated.
       num_devices: over all slices.

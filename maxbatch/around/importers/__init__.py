@@ -1,1 +1,1 @@
-"""What `maxbatch import` is made of: a table for each program whose configs become ours."""
+"""`maxbatch import`: a table for each program whose configs become ours."""

@@ -41,7 +41,7 @@ class Compared(NamedTuple):
         )
 
     def difference(self, is_exact: bool) -> str | None:
-        """Returns what differs beyond rounding, in words; None if nothing does.
+        """Returns the differences beyond rounding, in words; None if there are none.
 
         Args:
           is_exact: whether the run computes in float32, so that layouts differ by little.

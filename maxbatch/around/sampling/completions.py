@@ -87,9 +87,7 @@ class Completer:
         rules: SamplingRules,
         stops: Sequence[str],
     ) -> list[str]:
-        """Returns the completions of one pass of so many rows; rows without a prompt end at
-        once.
-        """
+        """Returns the completions of one pass of `rows` rows; rows without a prompt end at once."""
         missing = rows - len(prompts)
         filled = sampler.rows(
             [*prompts, *[[self._tokenizer.pad_id]] * missing],

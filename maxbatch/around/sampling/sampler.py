@@ -309,8 +309,8 @@ class Samplers:
         self._made: dict[tuple[int, int], Sampler] = {}
 
     def slots(self, num_tokens: int, most: int) -> tuple[int, int]:
-        """Returns the slots of a row and of its prompt, for a prompt of so many tokens and `most`
-        new ones.
+        """Returns the slots of a row and of its prompt, for a prompt of `num_tokens` tokens and
+        `most` new ones.
         """
         of_prompt = min(self._context, max(_LEAST_PROMPT, _power_of_two(num_tokens)))
         return min(self._context, _power_of_two(of_prompt + most)), of_prompt
@@ -604,7 +604,7 @@ def _continue(
     rules: _Rules,
     tokens: jax.Array,
 ) -> _Loop:
-    """Returns the state after so many more tokens, or fewer if all responses end."""
+    """Returns the state after `tokens` more tokens, or fewer if all responses end."""
     decoder = _gathered(nnx.merge(program.graphdef, params))
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
 

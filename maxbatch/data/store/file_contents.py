@@ -46,7 +46,7 @@ def contents_of(files: Files, data_cache_dir: str) -> Iterable[str]:
 
 
 class _Entry(NamedTuple):
-    """What is known of a file."""
+    """The recorded state and hash of a file."""
 
     state: str  # its size and marks
     hashed: str  # of its content, or of former content

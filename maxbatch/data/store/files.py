@@ -50,7 +50,7 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
 
     Args:
       wanted: matches the names of the files that count in a folder.
-      kind: what they are, for messages.
+      kind: names the files in messages.
     """
     if not value:
         raise ConfigError(f"{key}='': the dataset needs a file, a folder or a glob")
@@ -127,7 +127,7 @@ def local_path(file: SourceFile) -> contextlib.AbstractContextManager[str]:
 
 
 def changed(file: SourceFile) -> str | None:
-    """Returns what happened to a file since it was listed ("changed", "vanished"), or None."""
+    """Returns the change of a file since it was listed ("changed", "vanished"), or None."""
     try:
         now = source_file(place_of(file.path), file.name)
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer

@@ -1,5 +1,5 @@
-"""What the token stores ask of a kind of sample: how its records become documents. Imports no NumPy
-by itself.
+"""The interface of a kind of sample to token stores: its records as documents. Imports no NumPy by
+itself.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def signature(
 def known_signature(
     source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = ""
 ) -> str | None:
-    """Returns what `signature` does, or None if a file must be read first."""
+    """Returns the signature, or None if a file must be read first."""
     contents = known_contents(source.files, config.data_cache_dir)
     return None if contents is None else _signature(source, tokenizer, config, held_out, contents)
 

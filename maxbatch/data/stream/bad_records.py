@@ -108,8 +108,8 @@ def _bad_records(
 
 
 def _cut(config: StreamConfig) -> str:
-    """Returns what becomes of a document that is longer than a row; "" where documents are joined
-    and cut anyway.
+    """Returns the fate of a document that is longer than a row; "" where documents are joined and
+    cut anyway.
     """
     if config.recipe.has_answers:
         return {"truncate": "cut", "drop": "left out", "error": "refused"}[config.overlong]

@@ -153,7 +153,7 @@ class _Rows:
 
 
 def _index_type(count: int) -> type[np.int32 | np.int64]:
-    """Returns the smaller of the types that number so many values."""
+    """Returns the smaller of the types that can number `count` values."""
     return np.int32 if count <= 1 << 31 else np.int64
 
 

@@ -1,5 +1,5 @@
-"""What the stream asks of a kind of sample: its cut of documents into rows. Imports no NumPy by
-itself.
+"""The interface of a kind of sample to the stream: its cut of documents into rows. Imports no NumPy
+by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the store, the stream and generation ask of a tokenizer."""
+"""The interface of a tokenizer to the store, the stream and generation."""
 
 from __future__ import annotations
 

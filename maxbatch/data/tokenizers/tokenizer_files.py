@@ -39,7 +39,7 @@ _MOST_BYTES = 256 << 20  # of a tokenizer; those of 256,000 tokens have 35 MB
 
 
 class _Library(Protocol):
-    """What both libraries know."""
+    """The interface that both libraries share."""
 
     def decode(self, ids: list[int], /) -> str: ...
 

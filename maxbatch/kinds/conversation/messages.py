@@ -102,7 +102,7 @@ def extras_of(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def kind_of_value(value: object) -> str:
-    """Returns what a value is where a text must be, for messages: `null`, `empty`, `a list`."""
+    """Names a value that is no text, for messages: `null`, `empty`, `a list`."""
     if value is None:
         return "null"
     return f"a {type(value).__name__}" if value or not isinstance(value, list) else "empty"

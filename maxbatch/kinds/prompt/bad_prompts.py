@@ -109,7 +109,7 @@ def _first(config: PromptConfig, places: _Places, prompt: Written, here: _Place)
 
 
 def _unfit(config: PromptConfig, length: int) -> str:
-    """Returns why a prompt of so many tokens is refused, or ""."""
+    """Returns why a prompt of `length` tokens is refused, or ""."""
     most = config.max_prefill_predict_length
     if length > most:
         return f"has {length} tokens, and a prompt at most max_prefill_predict_length={most}"

@@ -232,7 +232,7 @@ class PromptText:
             raise ConfigError(f"{where}: {error}") from None
 
     def problem(self, error: ConfigError) -> str:
-        """Returns what is wrong with a record that was named `RECORD`, without the template."""
+        """Returns the fault of a record that was named `RECORD`, without the template."""
         problem = str(error).removeprefix(f"prompt_template={shown(repr(self.template.text))}: ")
         return problem.removeprefix(RECORD).lstrip(": ")
 

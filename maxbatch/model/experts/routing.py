@@ -124,7 +124,7 @@ def _total(scores: jax.Array) -> jax.Array:
 
 
 def _in_best_groups(config: ModelConfig, ranked_MxLxE: jax.Array) -> jax.Array:
-    """Returns what experts are ranked by, minus infinity outside of the token's best groups
+    """Returns the scores that rank experts, with minus infinity outside of the token's best groups
     (DeepSeek-V3, 2.1.2).
     """
     groups, best = config.n_routing_groups, config.topk_routing_group

@@ -54,7 +54,7 @@ def sum_over_axis(
       num_experts: E, which the axis divides.
       axis: the axis that splits the experts and the tokens.
       mesh: the whole mesh. All its devices take as many rounds.
-      compute: what an expert makes of its rows.
+      compute: the function of an expert, of its rows.
       codes: a further argument of `compute`, without a gradient.
     """
 
@@ -66,7 +66,7 @@ def sum_over_axis(
 
 
 class _Way(NamedTuple):
-    """What `sum_over_axis` knows before it has arrays."""
+    """The static arguments of `sum_over_axis`."""
 
     num_experts: int
     axis: str
@@ -187,7 +187,7 @@ class _Journey(NamedTuple):
         return cls(order, first_A, experts_n // num_local, sizes_Axe, num_rounds, axis, room, k)
 
     def round(self, number: jax.Array) -> _Round:
-        """Returns what goes in a round: of each pair of devices the next C choices."""
+        """Returns the choices of a round: for each pair of devices the next C."""
         num_devices, num_local = self.sizes_Axe.shape
         # What this device sends: C places for each device, the last choice where there are fewer.
         first = number * self.room

@@ -41,7 +41,7 @@ class _Version:
 
 def _cube_like(number: int) -> tuple[int, int, int]:
     """Returns the three factors a <= b <= c of a number that are most alike: the default shape of
-    so many cubes.
+    a slice of that many cubes.
     """
     pairs = [(a, b) for a in range(1, number + 1) if number % a == 0 for b in range(a, number + 1)]
     triples = [
@@ -153,7 +153,7 @@ def parse_slice(topology: str) -> Slice:
 
 
 def stated_slice(topology: str) -> Slice:
-    """Returns the slice of `--topology`, and says which one a name of Google's means."""
+    """Returns the slice of `--topology`; notes the shape of one that Google names."""
     sold = parse_slice(topology)
     if is_googles_name(topology):
         note(f"--topology {shown(topology)} is {sold.in_words()}")

@@ -80,7 +80,7 @@ def _refuse_foreign_best(run_dir: str) -> None:
 
 
 def foreign_best(checkpoints: AnyPath) -> str:
-    """Returns what another program wrote as `best` in a run's `checkpoints/`; "" if it did not."""
+    """Describes another program's `best` in a run's `checkpoints/`; "" if there is none."""
     file = checkpoints / BEST
     if file.is_dir():
         return "a folder"

@@ -43,7 +43,7 @@ _MOST_SPIKES = 3  # whose checkpoints are kept
 
 
 class Spikes(NamedTuple):
-    """What a run with `skip_step_on_spikes` knows of its last updates, the newest at the end."""
+    """The last updates of a run with `skip_step_on_spikes`, the newest at the end."""
 
     losses: tuple[float, ...] = ()  # float32; of the updates that a spike is compared with
     grad_norms: tuple[float, ...] = ()  # float32, before clipping; of the same updates
@@ -73,7 +73,7 @@ class Spikes(NamedTuple):
 
     @classmethod
     def from_json(cls, saved: Sequence[Any]) -> Spikes:
-        """Returns what a JSON array holds; raises what `CheckpointRecord.from_json` does."""
+        """Returns the spikes in a JSON array; raises as `CheckpointRecord.from_json` does."""
         losses, grad_norms, steps = saved
         if len(losses) != len(grad_norms) or len(steps) > _MOST_SPIKES:
             raise ValueError("out of range")

@@ -131,7 +131,7 @@ class RunFolder:
         sees its folder.
 
         Args:
-          started: what `start_together` returned there.
+          started: the result of `start_together` on that host.
         """
         self.identity, end = started, time.monotonic() + patience_s
         while read_identity(self.path) != started:

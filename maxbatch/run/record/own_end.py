@@ -82,7 +82,7 @@ class OwnEnd:
         All hosts call it together.
 
         Args:
-          fate: what is saved, for a second note.
+          fate: the saved state, named for a second note.
 
         Raises:
           Exception: the exception of a part on this host.

@@ -392,7 +392,7 @@ class Checkpoints:
         self._started, self._steps, self._best = position.step, set(steps) - set(old), best
 
     def _read_best(self) -> BestCheckpoint | None:
-        """Returns what `checkpoints/best` states, as the first host reads it."""
+        """Returns the content of `checkpoints/best`, as the first host reads it."""
         stated = broadcast(self._stated_best)
         return BestCheckpoint(*stated) if stated else None
 

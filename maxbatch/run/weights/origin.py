@@ -238,7 +238,7 @@ class RunOrigin:
         return self._source
 
     def read_from(self, read: Callable[[Source], T]) -> T:
-        """Returns what a function reads from the source; all hosts call it.
+        """Calls `read` with the source and returns its result; all hosts call it.
 
         If the run that wrote the source trains on, and removes it before anything was read, its
         newest checkpoint is the source instead.

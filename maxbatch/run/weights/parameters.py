@@ -170,8 +170,8 @@ def read_model(
 
 
 def _until_kept(source: Source, read: Callable[[Source], T]) -> T:
-    """Returns what a function reads from a source, or from a newer checkpoint if a run removes
-    this one meanwhile.
+    """Calls `read` with a source, or with a newer checkpoint if a run removes this one meanwhile,
+    and returns its result.
     """
     while True:
         try:

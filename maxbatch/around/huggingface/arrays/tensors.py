@@ -48,7 +48,7 @@ class TensorLayout(NamedTuple):
     joined_axis: int = 0  # the tensor's axis along which they follow each other
     has_experts: bool = False  # whether the tensor holds all experts
     alternates: bool = False  # whether its parameters take turns along the joined axis
-    # each of so many heads has its own rows of every parameter, one head after another
+    # number of heads that the tensor fuses: the rows of one head, of all parameters, come together
     heads: int = 1
     is_float32: bool = False  # whether it is float32 whatever the type of the others
     factor: float = 1.0  # of the parameter over the tensor

@@ -316,7 +316,7 @@ def _read_chosen_groups(chosen: int | None, groups: int) -> int:
 
 
 def _read_shared_experts(width: int | None, model: StatedModel) -> int:
-    """Returns so many experts as have the stated width together."""
+    """Returns the number of shared experts: the stated width over that of one expert."""
     of_one, width = model["moe_intermediate_size"], width or 0
     if width % of_one:
         raise model.refused(
@@ -398,7 +398,7 @@ def _states_experts(model: StatedModel) -> bool:
     return not model.family.has_experts_beside_mlp or bool(model.get("enable_moe_block"))
 
 
-# In the order of an import: a later form's key takes the place of an earlier one's.
+# In the order of an import: a later form's key replaces an earlier one's.
 FORMS = (
     Form(_always, COMMON),
     Form(

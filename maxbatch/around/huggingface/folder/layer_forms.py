@@ -1,5 +1,5 @@
-"""What a Hugging Face `config.json` states layer by layer, or by several fields together: for each
-form of layers a function that reads its keys, and one that writes its fields.
+"""The fields of a Hugging Face `config.json` that state layer by layer, or several together: for
+each form of layers a function that reads its keys, and one that writes its fields.
 """
 
 from __future__ import annotations

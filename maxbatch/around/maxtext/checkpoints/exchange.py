@@ -161,7 +161,7 @@ class _Reading:
 
     Args:
       is_layer: whether it is one layer of a stack, without an axis of layers.
-      runs: what each part of each host takes from it.
+      runs: the runs of the array that each part of each host reads.
       targets: the memory of each of this host's parts and its copies, with the array's axes.
       scale: a factor of its values, and what is then added.
       here: this host's number.
@@ -348,7 +348,7 @@ def _exchanger(mesh: Mesh) -> Any:
 
 
 def _exchanged(mesh: Mesh, sent_DxHxW: np.ndarray) -> list[np.ndarray]:
-    """Returns what each device of this host received from every host."""
+    """Returns, for each device of this host, the words received from every host."""
     sharding = NamedSharding(mesh, P("hosts", "devices"))
     mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     sent = [

@@ -84,8 +84,8 @@ def with_layers(spans: Spans) -> Spans:
 
 
 def runs_of(place: Place, name: str, shape: tuple[int, ...], part: Spans) -> Runs:
-    """Returns what a part of a parameter takes from an array, which has an axis of layers if the
-    parameter has.
+    """Returns the runs of an array that a part of a parameter reads; the array has an axis of
+    layers if the parameter has.
 
     Args:
       name: of the array.

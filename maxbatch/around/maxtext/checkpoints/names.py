@@ -187,8 +187,8 @@ class Place(NamedTuple):
       arrays: the name of the array of each layer of the stack, or the one name of a parameter
         outside of layers.
       numbers: where each layer is along the array's axis of layers; None for an array of one layer.
-      factor: what MaxText's values are multiplied by to be ours.
-      offset: what is then added.
+      factor: MaxText's values times the factor, plus the offset, are ours.
+      offset: added after the factor.
       is_interleaved: whether neighbouring columns of a head are rotated together there, and its two
         halves here.
       is_flat: whether heads and their columns are one axis there.

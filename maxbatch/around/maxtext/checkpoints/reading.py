@@ -320,7 +320,7 @@ def _counts_updates(keys: KeyPath) -> bool:
 
 
 class _Reader(NamedTuple):
-    """What reads one parameter, or its moment."""
+    """The reader of one parameter, or of its moment."""
 
     arrays: Mapping[str, StoredArray]
     place: Place
