@@ -28,6 +28,8 @@ def resumed(key: Key) -> str:
             f"changes {what}; refused if the run reads its starting point again and finds other "
             "content"
         )
+    if key.name == "skip_samples":
+        return f"changes {what}; refused if those behind the position change"
     if key.fixes & _PINNED & ~_ANYWHERE or (
         key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from rich import box
@@ -16,6 +17,7 @@ from maxbatch.data.stream.bad_records import BadRecord, bad_records
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.plan.holes import NO_HOLES, Holes
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal.folding import counted, printable
 from maxbatch.system.terminal.terminal import PipeConsole
@@ -79,12 +81,14 @@ def run(args: Namespace) -> int:
             records = bad_records(config.stream)
         _print_bad(records, args.json)
         return 0
-    stream = open_stream(config)
+    # Samples are shown by their own numbers.
+    kept = open_stream(config)
+    stream, holes = replace(kept, holes=NO_HOLES), kept.holes
     if args.stats:
         _print_stats(stream, args.json)
     elif args.fingerprint:
-        begins = range(first, stop, _BLOCK_ROWS)
-        digits = fingerprint(stream.read(begin, min(begin + _BLOCK_ROWS, stop)) for begin in begins)
+        begins = range(holes.kept_before(first), end := holes.kept_before(stop), _BLOCK_ROWS)
+        digits = fingerprint(kept.read(begin, min(begin + _BLOCK_ROWS, end)) for begin in begins)
         print(
             json.dumps({"first": first, "count": stop - first, "fingerprint": digits})
             if args.json
@@ -92,9 +96,10 @@ def run(args: Namespace) -> int:
         )
     elif args.json:
         for index in range(first, stop):
-            print(json.dumps(_sample_record(stream, index)))
+            left_out = {"left_out": True} if index in holes else {}
+            print(json.dumps(_sample_record(stream, index) | left_out))
     else:
-        _print_samples(stream, first, stop, chats=recipe.has_answers)
+        _print_samples(stream, holes, first, stop, chats=recipe.has_answers)
     return 0
 
 
@@ -143,7 +148,7 @@ def _figure(value: int | float | dict[str, float]) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
 
 
-def _print_samples(stream: Stream, start: int, stop: int, chats: bool) -> None:
+def _print_samples(stream: Stream, holes: Holes, start: int, stop: int, chats: bool) -> None:
     # Neither wrap nor highlight: a line of a sample is a line of output.
     console = PipeConsole(highlight=False, soft_wrap=True)
     for index in range(start, stop):
@@ -158,6 +163,8 @@ def _print_samples(stream: Stream, start: int, stop: int, chats: bool) -> None:
         head += f"  segments {segments.max()}  loss_weight {sample['weights'].sum():g}"
         if place.source is not None:
             head += f"  source {place.source}"
+        if index in holes:
+            head += "  left out by skip_samples"
         console.print(Text(head, style="bold"))
         for segment in range(1, int(segments.max()) + 1):
             of_segment = segments == segment

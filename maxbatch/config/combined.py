@@ -41,6 +41,7 @@ class PlanConfig(Section):
     model: ModelConfig
     mesh: MeshConfig
     evaluation: EvaluationConfig
+    skip_samples: str
     recipe: Recipe
 
     @property

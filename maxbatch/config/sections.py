@@ -531,6 +531,9 @@ class DataConfig(Section, changes="the data"):
         "truncate (keep its beginning) | drop | error", Fixes.CHAT, maxtext=OURS)
     enable_data_shuffling: bool = key(True, "true: every epoch permutes all rows anew", Fixes.ORDER)
     data_shuffle_seed: int = key(0, "seed of the permutations (and of the synthetic data)", Fixes.ORDER, SEED)
+    skip_samples: str = key("", 'ranges of the stream to leave out: "1.2M:1.3M 5M:5.01M" (in tokens with t, whole '
+        'samples), or a file with one range a line; "": none', NOTHING, maxtext=OURS, warm_start=False,
+        shared=Shared.CONTENT, changes="the samples ahead that are left out")
     grain_worker_count: int = key(0,
         "processes that read rows; 0: threads of this one", NOTHING, FROM_ZERO, "processes", changes="")
     grain_prefetch_buffer_size: int = key(64, "rows read ahead; >= 1", NOTHING, COUNT, "rows", changes="")

@@ -16,6 +16,7 @@ from maxbatch.config.config import Config, as_plan
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
+from maxbatch.plan.holes import Holes
 from maxbatch.plan.mesh_shape import (
     BATCH_AXES,
     MOST_DEVICES,
@@ -30,6 +31,7 @@ from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
+from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_rows, stated_batches
 from maxbatch.plan.unused_keys import unused_keys
 from maxbatch.plan.update_settings import DecayPlan, Decays
@@ -114,6 +116,7 @@ class BatchPlan:
     samples_per_epoch: int | None
     steps_per_epoch: int | None
     epochs: float | None
+    samples_left_out: int | None
     num_increments: int | None
     samples_per_increment: Number | None
     rampup_end_step: int
@@ -186,6 +189,7 @@ class BatchPlan:
 
         # The plan's numbers are those of the last stage.
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
+        holes = holes_of(config)
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:
             total = samples_per_epoch = None  # the prompts read are known only afterwards
@@ -234,7 +238,8 @@ class BatchPlan:
             total_tokens=None if total is None else total * manager.rows_per_sample * slots,
             samples_per_epoch=samples_per_epoch,
             steps_per_epoch=epoch_batches and epoch_batches * manager.updates_per_batch,
-            epochs=_epochs(config, total, samples_per_epoch),
+            epochs=_epochs(config, holes, total, samples_per_epoch),
+            samples_left_out=None if total is None else holes.position_after(total) - total,
             num_increments=increments(config) if ramp else None,
             samples_per_increment=plain_number(manager.stages[1].threshold) if ramp else None,
             rampup_end_step=last.first_step if is_ramp else 0,
@@ -423,10 +428,10 @@ def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> 
 
 
 def _epochs(
-    config: PlanConfig, total_samples: int | None, samples_per_epoch: int | None
+    config: PlanConfig, holes: Holes, total_samples: int | None, samples_per_epoch: int | None
 ) -> float | None:
     if total_samples is not None and samples_per_epoch is not None:
-        return total_samples / samples_per_epoch
+        return holes.position_after(total_samples) / samples_per_epoch
     return None if config.length.num_epochs is None else float(config.length.num_epochs)
 
 

@@ -18,8 +18,10 @@ from typing import NamedTuple
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value, counted, exact, shown
 from maxbatch.plan.divisors import divisors
+from maxbatch.plan.holes import Holes
 from maxbatch.plan.refusal import MOST_TYPED, Refusal, in_words, stated
 from maxbatch.plan.seesaw import Seesaw
+from maxbatch.plan.skip_samples import holes_of
 
 MOST_STAGES = 10_000
 MOST_ROWS = 2**31  # per device
@@ -276,9 +278,14 @@ def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, 
     }
 
 
-def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
+def data_end(
+    config: PlanConfig, samples_per_epoch: int | None, holes: Holes | None = None
+) -> int | None:
     """Returns the samples after which a length in data ends the run; None: there is none, or it is
     unknown.
+
+    Args:
+      holes: those of the config, if they are read already.
     """
     ends: dict[str, int] = {}
     if config.length.train_samples is not None:
@@ -286,7 +293,12 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     if config.length.train_tokens is not None:
         ends["train_tokens"] = -(-config.length.train_tokens // config.slots_per_sample)
     if config.length.num_epochs is not None and samples_per_epoch is not None:
-        ends["num_epochs"] = math.ceil(exact(config.length.num_epochs) * samples_per_epoch)
+        end = math.ceil(exact(config.length.num_epochs) * samples_per_epoch)
+        holes = holes_of(config) if holes is None else holes
+        ends["num_epochs"] = holes.kept_before(end)
+        if not ends["num_epochs"]:
+            rule = f"leaves out all {end} samples of {stated(config, 'num_epochs')}"
+            raise Refusal(config, "skip_samples", rule, {"skip_samples": ""})
     if not ends:
         return None
 

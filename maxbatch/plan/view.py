@@ -99,6 +99,7 @@ run
   samples_per_epoch              samples in one pass over the data
   steps_per_epoch                updates for one pass over the data, rounded up
   epochs                         passes over the data
+  samples_left_out               samples of the stream before the end that skip_samples leaves out
 ramp
   num_increments                 n: increments of the ramp, (p - start) / increment
   samples_per_increment          samples between the thresholds of two stages
@@ -348,7 +349,11 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     groups: dict[str, list[tuple[str, str, str]]] = {}
     title = ""
     absent = {"pipeline": plan.num_pipeline_stages == 1, "ramp": len(plan.stages) == 1}
-    unpadded = _OF_PADDING if not any(stage.padded_slots_per_step for stage in plan.stages) else ()
+    has_padding = any(stage.padded_slots_per_step for stage in plan.stages)
+    unstated = [
+        *(() if has_padding else _OF_PADDING),
+        *(() if plan.samples_left_out else ("samples_left_out",)),
+    ]
 
     # A line of _NUMBERS that is not indented is the title of those below it.
     for line in _NUMBERS.strip().splitlines():
@@ -356,7 +361,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         source = next((part for part in (plan, plan.experts, plan.rl) if hasattr(part, name)), None)
         if not name:
             title = line
-        elif source and not absent.get(title) and name not in unpadded:
+        elif source and not absent.get(title) and name not in unstated:
             if plan.rl:  # the run counts prompts, an update pairs
                 meaning = meaning.replace(
                     "samples", "prompts" if title in ("run", "ramp") else "pairs"

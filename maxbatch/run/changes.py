@@ -4,7 +4,8 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config
@@ -12,6 +13,8 @@ from maxbatch.config.pins import THE_CUT, changed_since, read_written, states_ba
 from maxbatch.config.sections import KEYS, THE_BATCH
 from maxbatch.config.values import Value, shown, value_text
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.skip_samples import holes_of
+from maxbatch.plan.stages import data_end
 from maxbatch.run.folder.devices import read_devices
 from maxbatch.run.folder.run_id import RunIdentity
 from maxbatch.run.folder.sessions import Changed
@@ -38,6 +41,7 @@ def changes_since(
     found = list(lines.values())
     if old and not same and not any(map(states_batch, lines)):
         found.append(_batch_line(old, samples_seen))
+    found += _length_line(before.plan, config.plan, plan)
     return found
 
 
@@ -90,7 +94,7 @@ def _plan_before(run_dir: AnyPath, before: PlanConfig, plan: BatchPlan) -> Batch
     epoch = plan.samples_per_epoch
     try:
         return BatchPlan.from_config(
-            before,
+            before.replaced({"skip_samples": ""}),  # its file may be gone
             last.num_devices,
             last.num_hosts,
             num_slices=last.num_slices,
@@ -98,6 +102,17 @@ def _plan_before(run_dir: AnyPath, before: PlanConfig, plan: BatchPlan) -> Batch
         )
     except ConfigError:  # from a version with other rules
         return None
+
+
+def _length_line(before: PlanConfig, config: PlanConfig, plan: BatchPlan) -> Iterator[str]:
+    """Yields a line on the samples of the run, if other holes change a length in epochs."""
+    if config.length.num_epochs is None or plan.samples_per_epoch is None:
+        return
+    with suppress(ConfigError):  # the file of the former holes is gone
+        holes = holes_of(before, is_kept=False)
+        end = data_end(config, plan.samples_per_epoch, holes)
+        if end != plan.manager.data_end:
+            yield f"the run ends after {plan.manager.data_end} samples; it was to end after {end}"
 
 
 def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.config.combined import PlanConfig, ProgramsConfig
+from maxbatch.config.combined import PlanConfig, ProgramsConfig, StreamConfig
 from maxbatch.config.config import Config
 from maxbatch.config.model_forms import context_length, end_tokens
 from maxbatch.config.own_parts import own_parts_text, refuse_own_parts
@@ -34,8 +35,10 @@ from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, ResumePoint, expansion_factor
+from maxbatch.plan.holes import NO_HOLES, SKIP_SAMPLES
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.place import Place
+from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.agreement import check_same_start
@@ -154,9 +157,7 @@ def open_pretraining(
     if is_loading(jax.process_index(), expansion):
         own = parts.stream
         stream = open_stream(config) if own is None else as_stream(own, config.stream)
-    data = _agree_on_data(
-        stream, config.dataset_path, f"{config.recipe.unit}s", jax.process_count() // expansion
-    )
+    data = _agree_on_data(stream, config.stream, jax.process_count() // expansion)
     return OpenedPretraining(
         context,
         parts,
@@ -203,16 +204,23 @@ def _open_tasks(stated: EvaluationConfig, parts: Parts) -> EvalTasks | None:
     return open_tasks(stated)
 
 
-def _agree_on_data(stream: Stream | None, path: str, unit: str, num_loading_hosts: int) -> TaskData:
-    """Returns the facts of the first host; the others must read the same data."""
+def _agree_on_data(stream: Stream | None, config: StreamConfig, num_loading_hosts: int) -> TaskData:
+    """Returns the facts of the first host; the others must read the same data.
+
+    A host without a stream still reads the holes, since its plan needs them.
+    """
+    holes = holes_of(config) if stream is None else stream.holes
 
     def facts() -> tuple[Mapping[str, object], int | None, Sequence[str]]:
         assert stream is not None, "the first host loads data"
         return stream.identity, stream.samples_per_epoch, stream.notes
 
     identity, samples_per_epoch, notes = broadcast(facts)
-    check_same_data(f"dataset_path={path!r}", stream.identity if stream is not None else identity)
-    return TaskData(identity, samples_per_epoch, num_loading_hosts, unit, tuple(notes))
+    own = dict(identity if stream is None else stream.identity)
+    own.pop(SKIP_SAMPLES, None)
+    where, unit = f"dataset_path={config.dataset_path!r}", f"{config.recipe.unit}s"
+    check_same_data(where, own | {SKIP_SAMPLES: holes.digest})
+    return TaskData(own, samples_per_epoch, num_loading_hosts, unit, tuple(notes), holes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,6 +414,7 @@ class PlannedPretraining:
             for name, code in given
             if getattr(opened.parts, name) is not None
         }
+        found |= opened.data.holes_read(config.skip_samples)
         if self.saved:
             found["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
         if config.generate_prompt and not opened.is_own:  # the sample at the end
@@ -427,13 +436,16 @@ class PlannedPretraining:
             return None
         assert total is not None, "data that are here have known epochs"
         # The first epoch has every sample; the sources of a mixture have epochs of their own.
-        last = min(total, opened.data.samples_per_epoch or total)
+        # Own numbers, so that rows of a hole that return later have theirs: a hole may change.
+        end = opened.data.holes.position_after(total)
+        last = min(end, opened.data.samples_per_epoch or end)
+        stream = opened.stream and dataclasses.replace(opened.stream, holes=NO_HOLES)
         bounds = opened.context.config.evaluation
         return reference.find(
             opened.context.folder.path,
             start.parameters.origin.mark,
             start.position.step > 0,
-            ReadPart(opened.stream, last),
+            ReadPart(stream, last),
             ReadPart(
                 held_out.stream,
                 num_evaluated(bounds, held_out.num_samples, self.plan.eval_batch_size),

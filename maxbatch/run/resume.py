@@ -190,6 +190,7 @@ class _Search(Generic[B]):
             self._context.identity.run_id,
             self._config.keep_best_checkpoint,
             on_commit=self._context.sessions.saved,
+            holes=opened.data.holes,
         )
         return self._context.stack.enter_context(closing(checkpoints))
 

@@ -304,7 +304,13 @@ class Session(Generic[B]):
             self.config.quantization,
         )
         return Recorder(
-            self._recording, self.plan.manager, self.position, compiles, meter, opened
+            self._recording,
+            self.plan.manager,
+            self.position,
+            compiles,
+            meter,
+            opened,
+            self.opened.data.holes,
         ), show
 
     def _doing(self) -> str:

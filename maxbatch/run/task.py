@@ -21,8 +21,10 @@ from maxbatch.config.combined import UpdateConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.plan.batch import BatchPlan, ResumePoint
+from maxbatch.plan.holes import NO_HOLES, Holes
 from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
+from maxbatch.plan.skip_samples import names_file
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.folder.position import Position
 from maxbatch.run.weights.checkpoints import model_identity
@@ -37,6 +39,11 @@ class TaskData(NamedTuple):
     num_loading_hosts: int = 1  # hosts that read them
     unit: str = "samples"  # what `samples_seen` counts
     notes: tuple[str, ...] = ()  # records left out, cut or split, and why
+    holes: Holes = NO_HOLES  # no part of the identity: those ahead of a position may change
+
+    def holes_read(self, skip_samples: str) -> dict[str, str]:
+        """Returns the content of the file that the config names for the holes; empty without."""
+        return {"content of skip_samples": self.holes.digest} if names_file(skip_samples) else {}
 
 
 def check_same_data(stated: str, own: Mapping[str, object]) -> None:

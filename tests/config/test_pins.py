@@ -77,7 +77,7 @@ def test_a_key_whose_value_hosts_need_not_share_names_a_place() -> None:
     """So a new key is compared by value unless its row states otherwise."""
     for name, key in KEYS.items():
         if key.shared is not Shared.VALUE:
-            assert key.kind in PLACES or name == "reward"
+            assert key.kind in PLACES or name in ("reward", "skip_samples")
         else:
             assert key.kind not in PLACES, (
                 "a path's value says nothing: state what hosts share of it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sized
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizers import make_tokenizer
+from maxbatch.plan.holes import SKIP_SAMPLES
+from maxbatch.plan.refusal import MOST_TYPED, Refusal
+from maxbatch.plan.skip_samples import holes_of
 from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError, one_line
 
@@ -58,10 +62,25 @@ def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
             "this one is of open_stream",
             "eval_stream=open_stream(config, 'eval')",
         )
-        return samples
+        return _with_holes(samples, config)
     if not isinstance(samples, Sized):
         _refuse_fraction(config.eval_fraction, f"{code_name(samples)} has none", "eval_stream=rows")
-    return _stream_of(OwnRows(samples, config, "stream", split), samples, config, is_endless=True)
+    rows = OwnRows(samples, config, "stream", split)
+    return _with_holes(_stream_of(rows, samples, config, is_endless=True), config)
+
+
+def _with_holes(stream: Stream, config: StreamConfig) -> Stream:
+    """Returns a stream with the config's holes; raises ConfigError if it has other ones."""
+    holes = holes_of(config)
+    if stream.holes == holes:
+        return stream
+    if stream.holes:
+        rule = "must leave out what the stream that train() was given leaves out"
+        text = stream.holes.text
+        raise Refusal(
+            config, SKIP_SAMPLES, rule, {SKIP_SAMPLES: text} if len(text) <= MOST_TYPED else {}
+        )
+    return dataclasses.replace(stream, holes=holes, identity=stream.identity | holes.identity)
 
 
 def held_out_of(samples: Samples | Stream, config: StreamConfig) -> Stream | None:

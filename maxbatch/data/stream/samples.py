@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from maxbatch.data.stream.epochs import EpochOrder, SampleOrigin
 from maxbatch.data.stream.mixture_order import Origins, StagedOrder
 from maxbatch.data.stream.rows import RowArrays, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
+from maxbatch.plan.holes import Holes
 
 Indices = Sequence[int] | np.ndarray
 
@@ -112,6 +114,31 @@ class Mixed:
             for figures, weight in zip(sources.values(), stage.weights, strict=True):
                 figures[name] = float(weight)
         return together
+
+
+class KeptCounts:
+    """The samples of each source of a mixture among those that holes leave.
+
+    Limits: the holes behind a position are counted one by one, each once where positions rise.
+    """
+
+    def __init__(self, samples: Mixed, holes: Holes):
+        self._samples, self._holes = samples, holes
+        self._restart()
+
+    def _restart(self) -> None:
+        self._position, self._left_out = 0, Counter[str]()
+
+    def at(self, position: int) -> dict[str, int]:
+        """Returns the counts among the own numbers below a stream position."""
+        if position < self._position:
+            self._restart()
+        for first, end in self._holes.overlapping(self._position, position):
+            self._left_out.update(self._samples.counts(end))
+            self._left_out.subtract(self._samples.counts(first))
+        self._position = position
+        counts = self._samples.counts(position)
+        return {name: count - self._left_out[name] for name, count in counts.items()}
 
 
 def _figures(sources: Sequence[RowSource]) -> dict[str, object]:

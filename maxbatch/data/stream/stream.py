@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from maxbatch.data.stream.samples import (
     Epochs,
     Indices,
     InTurn,
+    KeptCounts,
     Mixed,
     SampleRows,
 )
 from maxbatch.data.stream.sources import SourceRows, open_rows, refuse_num_epochs
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
+from maxbatch.plan.holes import NO_HOLES, Holes
+from maxbatch.plan.skip_samples import holes_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import is_remote
 
@@ -46,6 +50,9 @@ _FAR_AHEAD_S = 10.0  # seconds of training to read ahead from an object store
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Samples by index; any index costs the same.
+
+    With holes, `stream[i]` is the kept sample i. Below, samples are numbered by their own numbers:
+    those of the stream without holes.
 
     A training stream is endless. With one source, epoch e is samples e n to (e + 1) n - 1, n =
     `samples_per_epoch`, and each epoch permutes the same rows. In a mixture, the count of each
@@ -68,6 +75,7 @@ class Stream:
     is_endless: bool
     read_ahead: ReadAhead
     notes: tuple[str, ...] = ()  # records left out, cut or split, and why
+    holes: Holes = NO_HOLES  # own numbers that are left out
 
     def __len__(self) -> int:
         """Returns the samples of an epoch, n, or of a held-out stream.
@@ -97,7 +105,7 @@ class Stream:
         if len(indices):
             self._check(min(indices))
             self._check(max(indices))
-        return self.samples.batch(indices)
+        return self.samples.batch(self.holes.own_numbers(indices) if self.holes else indices)
 
     def read(self, start: int, stop: int) -> RowArrays:
         """Returns samples start to stop - 1 as arrays [stop - start, L]."""
@@ -106,7 +114,11 @@ class Stream:
     def row(self, index: int) -> SampleOrigin:
         """Returns the origin of sample `index`."""
         self._check(index)
-        return self.samples.place(index)
+        return self.samples.place(self.own_number(index))
+
+    def own_number(self, index: int) -> int:
+        """Returns the own number of sample `index`: its index in the stream without holes."""
+        return self.holes.own_number(index)
 
     def samples_by_source(self, position: int) -> dict[str, int] | None:
         """Returns the counts per source of a mixture in samples 0 to position - 1, or None."""
@@ -114,7 +126,14 @@ class Stream:
             return None
         if position < 0:
             raise IndexError(f"position {position}: must be at least 0")
-        return self.samples.counts(position)
+        if not self.holes:
+            return self.samples.counts(position)
+        return self._kept_counts.at(self.holes.position_after(position))
+
+    @functools.cached_property
+    def _kept_counts(self) -> KeptCounts:
+        assert isinstance(self.samples, Mixed), "the others have no sources"
+        return KeptCounts(self.samples, self.holes)
 
     def reader_of(self, order: Order) -> Reader:
         """Returns a reader of the samples of `order`, such as one host's rows; the caller must
@@ -168,6 +187,7 @@ def open_stream(
     """
     config = config if isinstance(config, StreamConfig) else as_config(config).stream
     held_out = {"train": False, "eval": True}[split]
+    holes = NO_HOLES if held_out else holes_of(config)
     mixture = read_mixture(config)
     if held_out and config.eval_dataset_path:
         mixture = None  # the held-out files of every source
@@ -189,7 +209,7 @@ def open_stream(
         identity |= {
             f"source {i}: weight": source.weights_text for i, source in enumerate(mixture or ())
         }
-        identity |= order_identity(config)
+        identity |= order_identity(config) | holes.identity
     has_epochs = mixture is None or held_out
     samples_per_epoch = (
         sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
@@ -205,7 +225,14 @@ def open_stream(
         for text in source.notes
     )
     return Stream(
-        samples, first.tokenizer, identity, samples_per_epoch, not held_out, read_ahead, notes
+        samples,
+        first.tokenizer,
+        identity,
+        samples_per_epoch,
+        not held_out,
+        read_ahead,
+        notes,
+        holes,
     )
 
 

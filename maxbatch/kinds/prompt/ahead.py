@@ -61,7 +61,9 @@ class BatchesAhead:
         if self._workshop.batch.max_prompts_per_batch is None:
             rollouts = rollouts.pairs(slice(wanted * saved.num_generations))
         batch = CollectedBatch(self._workshop, saved.first, wanted, rollouts)
-        if self.left_out or saved.first != self._end or not self._fits(saved, batch):
+        own_numbers = list(self._workshop.prompts.own_numbers(batch.first, batch.end))
+        is_next = saved.first == self._end and saved.own_numbers[: len(own_numbers)] == own_numbers
+        if self.left_out or not is_next or not self._fits(saved, batch):
             self.left_out = True
             return
         self._waiting.append(_done(lambda: batch))
@@ -136,6 +138,8 @@ class BatchesAhead:
             batch = waiting.result()
             place = batch.first, batch.num_prompts, self._workshop.batch.num_generations
             arrays[f"{number} place"] = np.array(place, np.int64)
+            own_numbers = self._workshop.prompts.own_numbers(batch.first, batch.end)
+            arrays[f"{number} own_numbers"] = np.array(own_numbers, np.int64)
             rollouts = batch.read
             arrays |= {f"{number} {name}": getattr(rollouts, name) for name in _ARRAYS}
             arrays |= {
@@ -163,6 +167,7 @@ class _Saved(NamedTuple):
     num_prompts: int  # the groups to collect
     num_generations: int
     read: Rollouts  # the responses to all prompts that were read
+    own_numbers: list[int]  # of these prompts
 
 
 def _read(saved: bytes) -> list[_Saved]:
@@ -178,9 +183,12 @@ def _read(saved: bytes) -> list[_Saved]:
                 if name.startswith(prefix)
             }
             first, num_prompts, num_generations = arrays[f"{number} place"].tolist()
-            found.append(
-                _Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name]))
-            )
+            read = Rollouts._make([*own, by_name])
+            if (of_prompts := f"{number} own_numbers") in arrays:
+                own_numbers = arrays[of_prompts].tolist()
+            else:  # made before streams had holes
+                own_numbers = [*range(first, first + len(read.rewards_R) // num_generations)]
+            found.append(_Saved(first, num_prompts, num_generations, read, own_numbers))
             number += 1
     return found
 

@@ -41,6 +41,8 @@ from maxbatch.kinds.conversation.messages import messages_of
 from maxbatch.kinds.prompt.ready_tasks import TASKS
 from maxbatch.kinds.prompt.refusals import check_lengths, check_type
 from maxbatch.kinds.prompt.templates import Template
+from maxbatch.plan.holes import NO_HOLES, Holes
+from maxbatch.plan.skip_samples import holes_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal.warning import note
 
@@ -52,7 +54,7 @@ RECORD = "the record"  # of a message, where its place is not known yet
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    index: int  # in the stream of epochs, or in the held-out split
+    index: int  # its own number in the stream of epochs, or its index in the held-out split
     text: str  # the prompt from template and record
     # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
     tokens: np.ndarray
@@ -74,6 +76,7 @@ class Prompts:
     order: EpochOrder  # of the records
     is_endless: bool  # whether the stream continues after its first epoch
     has_chats: bool  # whether any record of the whole dataset is a conversation
+    holes: Holes = NO_HOLES  # own numbers that are left out
 
     @property
     def num_prompts(self) -> int:
@@ -90,18 +93,22 @@ class Prompts:
         return self.text.chat.end_ids if self.has_chats else ()
 
     def read(self, first: int, count: int) -> list[Prompt]:
-        """Returns prompts first to first + count - 1, in O(count) for any `first`.
+        """Returns the kept prompts first to first + count - 1, in O(count) for any `first`.
 
         Raises:
           IndexError: an index below 0, or past the end of a held-out split.
         """
         what, end = f"{count} prompts from {first}: there are prompts", first + count
         check_indices(what, first, end, None if self.is_endless else self.num_prompts)
-        numbers = [self.order.place(index).row for index in range(first, end)]
-        records = [json.loads(self.records[number]) for number in numbers]
+        own_numbers = self.own_numbers(first, end)
+        records = [json.loads(self.records[self.order.place(own).row]) for own in own_numbers]
         texts = [self.text.of(record, "the record") for record in records]
         tokens = self.text.tokens(texts)
-        return [Prompt(first + i, texts[i].text, tokens[i], records[i]) for i in range(count)]
+        return [Prompt(own_numbers[i], texts[i].text, tokens[i], records[i]) for i in range(count)]
+
+    def own_numbers(self, first: int, end: int) -> Sequence[int]:
+        """Returns the own numbers of the kept prompts first to end - 1."""
+        return self.holes.own_numbers(range(first, end)) if self.holes else range(first, end)
 
 
 def refuse_mixture(config: PromptConfig) -> None:
@@ -163,8 +170,9 @@ class PromptSource:
             **{key: config[key] for key in names_fixing(Fixes.PROMPTS)},
             "held_out": self._fraction.rule,
         }
+        holes = holes_of(config) if trains else NO_HOLES
         if trains:
-            identity |= order_identity(config)
+            identity |= order_identity(config) | holes.identity
         if ends := end_tokens(config.load_parameters_path):
             identity[END_TOKENS] = str(ends)
         order = EpochOrder(len(records))
@@ -178,6 +186,7 @@ class PromptSource:
             order,
             is_endless=trains,
             has_chats=dataset.has_chats,
+            holes=holes,
         )
 
 

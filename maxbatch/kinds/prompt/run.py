@@ -36,6 +36,7 @@ from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, ResumePoint
+from maxbatch.plan.holes import SKIP_SAMPLES
 from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
@@ -111,9 +112,11 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
     timeline = context.stack.enter_context(Timeline())
     source = PromptSource(prompting)
     prompts = source.train()
-    identity = broadcast(lambda: prompts.identity)
+    identity = dict(broadcast(lambda: prompts.identity))
     check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)
-    data = TaskData(identity, prompts.num_prompts, jax.process_count(), unit="prompts")
+    identity.pop(SKIP_SAMPLES, None)
+    num_hosts = jax.process_count()
+    data = TaskData(identity, prompts.num_prompts, num_hosts, unit="prompts", holes=prompts.holes)
     return OpenedPolicy(
         context, config.learner, config.rollout, rewards, timeline, source, prompts, data
     )
@@ -223,6 +226,7 @@ class PlannedPolicy:
         held_out = opened.prompt_source.held_out if config.eval_interval > 0 else None
         reads = opened.rewards.identity
         reads["end tokens of a response"] = str(opened.prompts.end_ids)
+        reads |= opened.data.holes_read(config.skip_samples)
         if held_out:
             reads |= {
                 f"{name} of the held-out prompts": str(value)

@@ -61,6 +61,9 @@ class Metric(StrEnum):
     # fmt: off
     STEP = "step", "whole", "updates", "Updates done, from 1."
     SAMPLES_SEEN = "samples_seen", "whole", "samples", "Position in the stream after the update (`rl`: in prompts)."
+    STREAM_POSITION = (
+        "stream_position", "whole", "samples",
+        "One more than the own number of the last sample trained on; `samples_seen` without `skip_samples`.")
     TOKENS_SEEN = "tokens_seen", "whole", "tokens", "Slots of the samples seen: samples × length."
     GLOBAL_BATCH_SIZE = "global_batch_size", "whole", "samples", "Real rows of the update (`rl`: pairs)."
     STAGE = "stage", "whole", "", "Stage of the ramp, from 0."

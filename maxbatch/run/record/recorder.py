@@ -13,6 +13,7 @@ import jax
 
 from maxbatch.config.combined import RecordConfig
 from maxbatch.config.recipes import slots_per_sample
+from maxbatch.plan.holes import NO_HOLES, Holes
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.folder.metrics import Record
@@ -94,8 +95,9 @@ class Recorder:
         compiles: CompileCounter,
         meter: ThroughputMeter,
         outputs: Sequence[Output],
+        holes: Holes = NO_HOLES,
     ) -> None:
-        self.position = position
+        self.position, self._holes = position, holes
         self._slots_per_row = slots_per_sample(config)
         self._slots_per_sample = manager.rows_per_sample * self._slots_per_row
         self._measures_noise = config.optimizer.gradient_noise_scale
@@ -153,6 +155,7 @@ class Recorder:
         record = {
             Metric.STEP: position.step,
             Metric.SAMPLES_SEEN: position.samples_seen,
+            Metric.STREAM_POSITION: self._holes.position_after(position.samples_seen),
             Metric.TOKENS_SEEN: position.samples_seen * self._slots_per_sample,
             Metric.GLOBAL_BATCH_SIZE: planned.num_rows,
             Metric.STAGE: planned.stage,

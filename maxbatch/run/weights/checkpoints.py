@@ -27,10 +27,12 @@ from maxbatch.config.sections import FORMER_KEYS, KEYS, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.store import WHOLE_CONTENT
 from maxbatch.parallel.hosts import broadcast
+from maxbatch.plan.holes import NO_HOLES, Holes
 from maxbatch.run.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.run.compile.flags import CHECKSUMS
 from maxbatch.run.folder.best_checkpoint import BEST, BestCheckpoint, read_best
 from maxbatch.run.folder.foreign import foreign_best
+from maxbatch.run.folder.holes_behind import refuse_other_holes
 from maxbatch.run.folder.old_forms import old_form, refuse_old_ahead, refuse_old_record
 from maxbatch.run.folder.position import (
     CheckpointRecord,
@@ -104,6 +106,7 @@ class Checkpoints:
       num_loading_hosts: hosts that load data, recorded for the next run.
       keeps_best: whether the checkpoint with the lowest eval loss is kept too.
       on_commit: called with the step of every committed checkpoint, on a thread of the first host.
+      holes: own numbers that the stream leaves out; those behind a checkpoint are in its identity.
 
     Attributes:
       origin: the source of the run's first parameters, recorded in every checkpoint if known.
@@ -120,12 +123,13 @@ class Checkpoints:
         run_id: str | None = None,
         keeps_best: bool = False,
         on_commit: Callable[[int], None] | None = None,
+        holes: Holes = NO_HOLES,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
-        self._on_commit = on_commit
+        self._on_commit, self._holes = on_commit, holes
         self.has_set_aside = False
         self.origin: RunOrigin | None = None
         # until they are compiled ahead
@@ -207,7 +211,8 @@ class Checkpoints:
 
         The same for one in an old form, without the hash of a whole Megatron store.
         """
-        for part, mine in self._identity.items():
+        refuse_other_holes(self._run_dir, record, which, self._holes)
+        for part, mine in self._identity_at(record.position).items():
             theirs: dict[str, object] = (
                 {key: KEYS[key].default_value for key in mine if key in KEYS}
                 if part == "model"
@@ -230,6 +235,11 @@ class Checkpoints:
                     f"({', '.join(changes)}); give another run_dir, or start from its parameters "
                     "with load_parameters_path"
                 )
+
+    def _identity_at(self, position: Position) -> dict[str, dict[str, object]]:
+        """Returns the identity of a checkpoint at a position, with the holes behind it."""
+        behind = self._holes.before(self._holes.position_after(position.samples_seen))
+        return self._identity | {"data": self._identity["data"] | behind.identity}
 
     def restore(
         self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1
@@ -459,7 +469,7 @@ class Checkpoints:
         origin = self.origin.pin if self.origin else None
         return CheckpointRecord(
             position,
-            self._identity,
+            self._identity_at(position),
             checksum,
             self._hosts,
             parameters,
