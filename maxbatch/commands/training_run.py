@@ -52,13 +52,13 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
     """Trains in this process, with the other hosts of the environment; returns the exit code."""
     from maxbatch.parallel.deaths import on_end
     from maxbatch.parallel.hosts import together
-    from maxbatch.run.compile.flags import state_flags
     from maxbatch.run.folder.sessions import leave_sessions
     from maxbatch.run.newest import newest_saved
+    from maxbatch.run.opening import prepare_jax
 
     with refusing_together():
         # to join the other hosts starts JAX
-        state_flags(config.libtpu_flags, config.data_cache_dir)
+        prepare_jax(config.libtpu_flags, config.data_cache_dir)
     on_end(leave_sessions)
     saved = partial(newest_saved, config.run_dir, config.checkpoint)
     with together(report, config.heartbeat_timeout_s, config.host_wait_s, saved):

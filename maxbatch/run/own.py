@@ -106,6 +106,9 @@ class Parts(NamedTuple):
         return names
 
 
+CONFIGURED = Parts()  # no part is the user's own code
+
+
 def code_of(parts: Parts) -> dict[str, str]:
     """Returns each given part's name and a hash of its source file, by argument."""
     given = {name: getattr(parts, name) for name in TRAINED}

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import PlanConfig, ProgramsConfig, StreamConfig
 from maxbatch.config.config import Config
 from maxbatch.config.model_forms import context_length, end_tokens
-from maxbatch.config.own_parts import own_parts_text, refuse_own_parts
-from maxbatch.config.pins import facts_of, program_keys
+from maxbatch.config.pins import program_keys
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import KEYS, EvaluationConfig
 from maxbatch.config.values import shown
@@ -29,7 +28,6 @@ from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
 from maxbatch.data.stream.stream import ReadPart, Stream, open_stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
-from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
@@ -41,8 +39,7 @@ from maxbatch.plan.place import Place
 from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
-from maxbatch.run.agreement import check_same_start
-from maxbatch.run.compile.flags import INIT, flags_in_force, state_flags
+from maxbatch.run.compile.flags import INIT
 from maxbatch.run.compile.ladder import StepLadder
 from maxbatch.run.compile.saved import SavedPrograms
 from maxbatch.run.context import RunContext
@@ -56,7 +53,9 @@ from maxbatch.run.observers import (
     open_answers,
     open_tasks,
 )
+from maxbatch.run.opening import opened_run
 from maxbatch.run.own import (
+    CONFIGURED,
     Parts,
     check_parts,
     code_of,
@@ -76,7 +75,6 @@ from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.origin import Source
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.hardware.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.terminal.folding import folded_command
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import AT_REST, OptimizerMaker
@@ -91,8 +89,6 @@ from maxbatch.update.state import (
 
 if TYPE_CHECKING:
     from maxbatch.update.reference import FoundReference
-
-CONFIGURED = Parts()  # no part is the user's own code
 
 
 def train(
@@ -116,16 +112,7 @@ def train(
       ConfigError: the config, the data or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    give_cpu_devices_threads()
-    leave_out_absent_tpu()
-    state_flags(config.libtpu_flags, config.data_cache_dir)
-    check_same_start("train", facts_of(config) | code_of(parts))
-    devices = devices or jax.devices()
-    refuse_own_parts(config.own_parts, given=parts.names)
-    flags = flags_in_force(config.libtpu_flags, devices)
-    config = config.replaced({"libtpu_flags": flags, "own_parts": own_parts_text(parts.names)})
-    with ExitStack() as stack:
-        context = RunContext(config, devices, stack)
+    with opened_run("train", config, devices, parts) as context:
         context.own_end.watch(
             bool(parts.outputs) or parts.stream is not None or parts.eval_stream is not None
         )

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import LearnerConfig, RolloutConfig
 from maxbatch.config.config import Config
-from maxbatch.config.pins import facts_of
 from maxbatch.kinds.prompt.ahead import BatchesAhead
 from maxbatch.kinds.prompt.collecting import CollectedBatch, Workshop
 from maxbatch.kinds.prompt.evaluation import PolicyEvaluator, open_evaluator
@@ -40,11 +39,10 @@ from maxbatch.plan.holes import SKIP_SAMPLES
 from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
-from maxbatch.run.agreement import check_same_start
-from maxbatch.run.compile.flags import flags_in_force, state_flags
 from maxbatch.run.context import RunContext
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.sessions import TimePart
+from maxbatch.run.opening import opened_run
 from maxbatch.run.session import Outcome, Session
 from maxbatch.run.task import (
     Dispatched,
@@ -68,14 +66,15 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    state_flags(config.libtpu_flags, config.data_cache_dir)
-    check_same_start("rl", facts_of(config))
-    devices = list(devices or jax.devices())
-    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices)})
-    # Refuses before a file is read.
-    BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
-    with ExitStack() as stack:
-        context = RunContext(config, devices, stack)
+    with opened_run(
+        "rl",
+        config,
+        devices,
+        check=lambda config, devices: BatchPlan.from_config(
+            config, len(devices), jax.process_count(), num_slices=num_slices(devices)
+        ),
+    ) as context:
+        config = context.config
         session = Session(context, open_policy_training(context))
         if not session.position.step:
             assert session.plan.rl is not None, "the config states a batch of prompts"
@@ -84,7 +83,7 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
                 context.console.print(
                     f"warm start: {updates} on worked examples, before reinforcement learning"
                 )
-            warm = warm_up(config, session.plan.rl, devices)
+            warm = warm_up(config, session.plan.rl, list(context.devices))
             if warm and warm.stopped_by:
                 context.sessions.end_by(warm.stopped_by)
                 return Outcome(session.position, warm.stopped_by, config.run_dir)
