@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -12,6 +13,7 @@ from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import MeshConfig
 from maxbatch.model.decoder import LayerRunner
 from maxbatch.model.eight_bits import check_platform
+from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.parallel.trees import State
@@ -68,3 +70,21 @@ class ModelOnMesh:
         """Returns the model with `staged` parameters; `layer_runner` replaces the pipeline."""
         graphdef = self._split(layer_runner)[0] if layer_runner else self._graphdef
         return nnx.merge(graphdef, staged)
+
+    def token_logprobs(
+        self, params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array
+    ) -> jax.Array:
+        """Returns the log-probability of each token of rows given those before it, float32[M, L]; 0
+        at the first token of a row.
+
+        The model is the config's.
+
+        Args:
+          params: parameters in the order of the layers.
+          tokens_MxL: int32.
+          segments_MxL: int32, 1.. per document within a row, 0 at padding.
+        """
+        decoder = self.module(self.staged(params))
+        return token_logprobs(
+            decoder, tokens_MxL, segments_MxL, batch_shards=self.row_shards
+        ).logprobs_MxL

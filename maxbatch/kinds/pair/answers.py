@@ -31,22 +31,46 @@ class Answers(NamedTuple):
         return jnp.all(self.tokens_MxK > 0, axis=1).astype(jnp.float32)
 
 
+class AnswerRows(NamedTuple):
+    """A row for each answer with its prompt, [K M, L]."""
+
+    tokens: jax.Array  # int32
+    segments: jax.Array  # int32, 1, and 0 at padding
+    weights: jax.Array  # float32, 1 at the tokens of the answer
+
+
 def score_answers(
     decoder: Decoder, rows: TokenRows, batch_shards: int, num_answers: int
 ) -> tuple[Answers, RoutingSums | None]:
     """Returns the answers of M samples, and the routing sums over their rows if the decoder has
     experts.
     """
+    of_answers = rows_of_answers(rows, num_answers)
+    x, routing = decoder.hidden(of_answers.tokens, of_answers.segments)
+    scores = token_logprobs_of(decoder, x, of_answers.tokens, batch_shards=batch_shards)
+    return sum_by_answer(scores.logprobs_MxL, of_answers.weights, num_answers), routing
+
+
+def rows_of_answers(rows: TokenRows, num_answers: int) -> AnswerRows:
+    """Splits samples [M, W] into a row for each answer with its prompt, [K M, L]."""
     tokens, segments, weights = (
         _by_answer(x, num_answers) for x in (rows.tokens, rows.segments, rows.weights)
     )
-    x, routing = decoder.hidden(tokens, jnp.minimum(segments, 1))
-    logprobs = token_logprobs_of(decoder, x, tokens, batch_shards=batch_shards).logprobs_MxL
+    return AnswerRows(tokens, jnp.minimum(segments, 1), weights)
+
+
+def sum_by_answer(logprobs: jax.Array, weights: jax.Array, num_answers: int) -> Answers:
+    """Sums the log-probabilities of the tokens of each answer, and counts them.
+
+    Args:
+      logprobs: of each token given those before it, float32[K M, L].
+      weights: 1 at the tokens of the answer, else 0, float32[K M, L].
+    """
     sums = (
         jnp.sum(of_tokens, axis=1).reshape(-1, num_answers)
         for of_tokens in (logprobs * weights, weights)
     )
-    return Answers(*sums), routing
+    return Answers(*sums)
 
 
 def reference_of(rows: Batch, num_answers: int) -> jax.Array:

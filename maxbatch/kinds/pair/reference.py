@@ -32,7 +32,7 @@ from maxbatch.data.stream.epochs import SampleOrigin
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleRows
 from maxbatch.data.stream.stream import ReadPart, Stream
-from maxbatch.kinds.pair.answers import score_answers
+from maxbatch.kinds.pair.answers import rows_of_answers, sum_by_answer
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -299,9 +299,9 @@ class AnswersPass:
 
         def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            answers, _ = score_answers(
-                model.module(model.staged(params)), rows, model.row_shards, num_answers
-            )
+            of_answers = rows_of_answers(rows, num_answers)
+            logprobs = model.token_logprobs(params, of_answers.tokens, of_answers.segments)
+            answers = sum_by_answer(logprobs, of_answers.weights, num_answers)
             return row_hashes(jnp, rows.tokens, rows.segments, rows.weights), answers.logprobs_MxK
 
         self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))

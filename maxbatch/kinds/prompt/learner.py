@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import LearnerConfig
 from maxbatch.kinds.prompt.objective import Pairs, policy_objective
-from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
@@ -63,18 +62,12 @@ class Learner:
 
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
 
-        def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-            decoder = model.module(model.staged(params))
-            return token_logprobs(
-                decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards
-            ).logprobs_MxL
-
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         jit = jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat)))
         self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
         self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
-        self._reference_logprobs = jit(score)
+        self._reference_logprobs = jit(model.token_logprobs)
         if adapters := adapters_of(config.adapters, config.quantization):
             merged = jit(adapters.merged, out_shardings=shardings.model)
             self._adapted = adapters.beside if adapters.are_apart else merged
