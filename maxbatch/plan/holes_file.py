@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from maxbatch.config.values import shown, shown_path
+from maxbatch.plan.hole_ranges import RULE, read_ranges
 from maxbatch.plan.holes import SKIP_SAMPLES, Holes
 from maxbatch.plan.refusal import Refusal
-from maxbatch.plan.skip_samples import RULE, read_ranges
 from maxbatch.system.errors import reading
 from maxbatch.system.storage.contents import content_stamp
 from maxbatch.system.storage.storage import AnyPath, as_path

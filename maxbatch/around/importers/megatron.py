@@ -9,8 +9,11 @@ from maxbatch.around.importers.table import Format
 from maxbatch.around.importers.trainer_words import TRAINER
 from maxbatch.around.importers.translation import Translation, states_training
 from maxbatch.around.words.convert import rampup_schedule, read_number
+from maxbatch.around.words.skipped import SKIPPING, Batches, Skipped, skipped
 from maxbatch.config.foreign_words import normal
+from maxbatch.config.loading import load_config
 from maxbatch.config.values import plain_number, shown
+from maxbatch.plan.rampup import RampupBatchManager
 
 # Megatron-LM's words by NeMo's, the last name of a path.
 _NEMO = {
@@ -168,14 +171,65 @@ _LENGTHS = (("train_samples", "samples", "train_samples"), ("train_iters", "iter
 
 
 def _total(t: Translation) -> tuple[str, float] | None:
-    """Returns the length of a run with its unit (iters or samples)."""
-    return next(((unit, number) for word, unit, _ in _LENGTHS if (number := t.number(word))), None)
+    """Returns the length of a run with its unit (iters or samples), without what is skipped."""
+    for word, unit, _ in _LENGTHS:
+        if number := t.number(word):
+            left_out = _skipped(t)
+            if left_out is None or not number.is_integer():
+                return unit, number
+            holes = left_out.iterations if unit == "iters" else left_out.samples
+            return unit, holes.kept_before(int(number))
+    return None
 
 
 def _length(t: Translation, _: str) -> None:
     for word, unit, ours in _LENGTHS:
         if (total := _total(t)) and total[0] == unit:
-            t.map(word, **{ours: t.text(word)})
+            is_shorter = total[1] != t.number(word)
+            text = str(int(total[1])) if is_shorter else t.text(word)
+            t.map(word, "those that are not skipped" * is_shorter, **{ours: text})
+
+
+def _skipped(t: Translation) -> Skipped | None:
+    """Returns what all words together skip; None for nothing, or where the batch is not stated."""
+    batches, found = _batches(t), None
+    if batches is None:
+        return None
+    for word in SKIPPING:
+        if (text := " ".join(t.items(word))) and (part := skipped(word, text, batches)):
+            found = part if found is None else found.with_others(part)
+    return found
+
+
+def _batches(t: Translation) -> Batches | None:
+    """Returns the batches of the run, once their words are taken."""
+    if batch := t.settings.get("global_batch_size", ""):
+        return Batches.constant(int(batch)) if batch.isdigit() else None
+    if schedule := t.settings.get("batch_size_schedule"):
+        length = t.text("seq_length") or "2048"
+        stated = (f"batch_size_schedule={schedule}", f"max_target_length={length}")
+        manager = RampupBatchManager.from_config(
+            load_config(overrides=[*stated, "per_device_batch_size=1"])
+        )
+        return Batches(manager.position_after, manager.step_at)
+    return None
+
+
+def _skips(t: Translation, word: str) -> None:
+    """Takes the iterations and samples that are skipped."""
+    batches = _batches(t)
+    if not any(map(str.isdigit, t.text(word))):
+        t.ignore(word, "nothing is skipped")
+    elif batches is None:
+        why = "needs global_batch_size beside it: the samples of an iteration"
+        t.refuse(word, why, is_essential=True)
+    elif skipped(word, " ".join(t.items(word)), batches) is None:
+        t.refuse(word, "must be iterations from 1, or FIRST END", is_essential=True)
+    else:
+        together = _skipped(t)
+        assert together is not None, "one of its words is here"
+        why = "their samples; the rate's schedule runs over the updates that train"
+        t.map(word, why, skip_samples=together.samples.text)
 
 
 def _rates(t: Translation, _: str) -> None:
@@ -210,7 +264,7 @@ def _rates(t: Translation, _: str) -> None:
         t.refuse("lr_decay_style", "must be cosine, constant, linear or WSD")
     for unit in ("iters", "samples"):
         end = t.number(f"lr_decay_{unit}")
-        if end and total == (unit, end):
+        if end and total and total[0] == unit and end == t.number(f"train_{unit}"):
             t.ignore(f"lr_decay_{unit}", "the schedule ends with the run")
 
 
@@ -339,6 +393,7 @@ FORMAT = Format(
         "nemo": _nemo,
         "batch": _batch,
         "length": _length,
+        "skips": _skips,
         "rates": _rates,
         "dimensions": _dimensions,
         "family": _family,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
+from maxbatch.around.words.skipped import SKIPPING, Batches, skipped
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.values import (
     Value,
@@ -31,6 +32,7 @@ FIELD_OF: Mapping[str, str] = {
         ("input", "prompt"), ("output", "completion"), ("chosen", "chosen"), ("rejected", "rejected"),
     )},
 }  # fmt: skip
+_OF_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 _MODEL_AXES = tuple(
     f"{net}_{axis}_parallelism"
     for net in ("ici", "dcn")
@@ -83,11 +85,36 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
         return {"batch_size_schedule": schedule}
     if word == "max_duration":
         return of_duration(text)
+    if word in SKIPPING:
+        return _skipped(word, text, setting)
     convert, value = _CONVERSIONS.get(word), read_number(text)
     settings = convert(value, setting) if convert and value else None
     return (
         None if settings is None else {name: text_of(number) for name, number in settings.items()}
     )
+
+
+def _skipped(word: str, text: str, setting: Setting) -> dict[str, str] | None:
+    """Converts skipped iterations to `skip_samples` and the length that is left, for one constant
+    batch.
+    """
+    batch = setting.number("global_batch_size")
+    if batch is None and setting.devices:
+        p, g = (setting.number(f"{name}") for name in _OF_BATCH)
+        batch = p * setting.devices * (g or 1) if p else None
+    varies = any(
+        setting.values.get(name) for name in ("enable_rampup_batch_size", "batch_size_schedule")
+    )
+    if batch is None or batch.denominator != 1 or varies or setting.is_of_prompts:
+        return None
+    found = skipped(word, text, Batches.constant(int(batch)))
+    if found is None:
+        return None
+    lengths = {"steps": found.iterations, "train_samples": found.samples}
+    stated = {name: length for name in lengths if (length := setting.number(name)) is not None}
+    return {"skip_samples": found.samples.text} | {
+        name: str(lengths[name].kept_before(int(length))) for name, length in stated.items()
+    }
 
 
 def record_fields(names: Mapping[str, str]) -> str | None:

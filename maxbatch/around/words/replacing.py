@@ -18,6 +18,7 @@ from maxbatch.around.words.convert import (
     read_number,
     record_fields,
 )
+from maxbatch.around.words.skipped import SKIPPING
 from maxbatch.around.words.together import OF_OLMO, together
 from maxbatch.config.foreign_words import ForeignWords, Machine, Replacement, Settled
 from maxbatch.config.keys import Entry
@@ -135,6 +136,11 @@ def _settings(
             and row.word not in batch.settings
             and (by_value := converted(row.word, entry.text, setting))
         ):
+            if row.word in SKIPPING:  # it states the length that is left
+                place_of |= {
+                    name: {key: by_value.get(key, text) for key, text in settings.items()}
+                    for name, settings in place_of.items()
+                }
             place_of[entry.name] = by_value
 
     # A ramp needs the final batch, whichever word stated it; it then has the place of that word.
@@ -170,6 +176,10 @@ def _settings(
     beside = {} if setting.is_of_prompts else dict(known_texts)
     if any(row and row.word in OF_LOSS for row in rows.values()):
         beside.pop("learning_rate", None)  # stated again, for the mean
+    if words.keys() & set(SKIPPING):  # stated again, without what is skipped
+        beside = {
+            name: text for name, text in beside.items() if name not in ("steps", "train_samples")
+        }
     if OF_OLMO in words:
         beside.pop("global_batch_size", None)  # stated again, in tokens
     if any(

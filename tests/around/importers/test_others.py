@@ -11,6 +11,7 @@ import pytest
 
 from maxbatch import BatchPlan, RampupBatchManager
 from maxbatch.commands.import_config import recognised_format
+from maxbatch.plan.skip_samples import holes_of
 from tests.helpers.imports import imported
 from tests.helpers.ramps_elsewhere import megatron_rampup
 
@@ -192,6 +193,44 @@ def test_megatrons_arguments_are_read_as_its_scripts_write_them(tmp_path: Path, 
     )
     assert not {fate.word for fate in fates.values() if fate.fate == "not supported"}
     assert fates["rampup_batch_size"].value == "[16, 16, 3000]"
+
+
+RAMPED = "--rampup-batch-size 16 16 3000 --global-batch-size 64 --train-iters 200"
+
+
+@pytest.mark.parametrize(
+    ("words", "samples", "length"),
+    [
+        ("--iterations-to-skip 3 11 12 300", "128:192 640:768 19136:19200", 197),
+        ("--skip-samples-range 100 300", "64:320", 196),
+        ("--skip-iters-range 3 5", "192:320", 198),
+        ("--skip-train-iteration-range 4-5 9-9", "192:320 512:576", 197),
+        ("--iterations-to-skip 4 --skip-iters-range 4 6", "192:384", 197),
+    ],
+)
+def test_what_megatron_skips_is_left_out_and_the_length_counts_what_trains(
+    tmp_path: Path, words: str, samples: str, length: int
+) -> None:
+    text = f"python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 64 {words}"
+    config, fates = imported("megatron", tmp_path / "run.sh", f"{text} --train-iters 200")
+    assert (config.skip_samples, config.steps) == (samples, length)
+    assert fates["train_iters"].says == f"steps={length}: those that are not skipped"
+    by_samples, _ = imported("megatron", tmp_path / "s.sh", f"{text} --train-samples {200 * 64}")
+    assert by_samples.train_samples == length * 64
+    _, fates = imported("megatron", tmp_path / "n.sh", text.replace("--global-batch-size 64", ""))
+    assert all(fates[word].is_essential for word in fates if "skip" in word)
+
+
+def test_iterations_that_megatron_skips_in_a_ramp_are_those_of_the_ramp(tmp_path: Path) -> None:
+    text = f"python pretrain_gpt.py --micro-batch-size 4 {RAMPED} --iterations-to-skip 1 70 71 190"
+    config, _ = imported("megatron", tmp_path / "run.sh", text)
+    ramp, sample, skipped = megatron_rampup(16, 16, 3000, 64), 0, set[int]()
+    for iteration in range(1, 201):
+        if iteration in (1, 70, 71, 190):
+            skipped |= set(range(sample, sample + ramp(sample)))
+        sample += ramp(sample)
+    assert {n for hole in holes_of(config) for n in range(*hole)} == skipped
+    assert config.steps == 196
 
 
 @pytest.mark.parametrize("form", ["flags", "yaml"])
