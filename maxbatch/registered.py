@@ -54,7 +54,7 @@ TABLES = {
     },
     Table.OBSERVERS: {
         "tasks": "maxbatch.around.harness.run_model:open_tasks",
-        "answers": "maxbatch.around.sampling.answers:GreedyAnswers",
+        "answers": "maxbatch.around.sampling.greedy_answers:GreedyAnswers",
         "text": "maxbatch.around.sampling.text:continued_text",
     },
     Table.STATES: {

@@ -36,7 +36,7 @@ from maxbatch.config.values import value_text
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
-from maxbatch.run.folder.answers import read_answers
+from maxbatch.run.folder.answers_file import read_answers
 from maxbatch.run.folder.devices import DevicesUsed
 from maxbatch.run.folder.json_file import checked, read_json
 from maxbatch.run.folder.metrics import METRICS_FILE

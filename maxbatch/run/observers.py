@@ -16,7 +16,7 @@ from maxbatch.config.combined import DecoderConfig, TextConfig
 from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
-from maxbatch.run.record.answers import Answers, Question
+from maxbatch.run.record.questions import Answers, Question
 from maxbatch.system.registry import Table, load
 
 

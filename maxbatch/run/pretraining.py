@@ -66,8 +66,8 @@ from maxbatch.run.own import (
     task_model,
 )
 from maxbatch.run.programs import Programs, checked_mesh_shape, step_name
-from maxbatch.run.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.run.record.own_end import OwnFeed
+from maxbatch.run.record.questions import Answers, AnswersLog, Question, questions_of
 from maxbatch.run.session import Outcome, Session
 from maxbatch.run.taking_over import state_taken_over
 from maxbatch.run.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data

@@ -20,7 +20,7 @@ from maxbatch.data.stream.rows import (
     StoredRows,
     WholeLayout,
 )
-from maxbatch.data.stream.split import Fitted, Opened, Split
+from maxbatch.data.stream.split import Fitted, Split, SplitRows
 from maxbatch.system.errors import ConfigError
 
 _WHOLE_DOCUMENTS = 1 << 18  # whose places are held in memory: 24 bytes each
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     fitted: Callable[[], Fitted]  # the documents, cut to fit rows
 
 
-def open_documents(config: StreamConfig, split: Split, cut: Cut) -> Opened:
+def open_documents(config: StreamConfig, split: Split, cut: Cut) -> SplitRows:
     """Returns the rows of a split's documents.
 
     Raises:
@@ -50,7 +50,7 @@ def open_documents(config: StreamConfig, split: Split, cut: Cut) -> Opened:
         raise ConfigError(
             f"{problem} of the tokenizer; works: add_eos=true" if adds_tokens else problem
         )
-    return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
+    return SplitRows(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
 
 
 def num_rows_if_cached(config: StreamConfig, split: Split, cut: Cut) -> int | None:

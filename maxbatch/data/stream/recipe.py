@@ -8,7 +8,7 @@ from abc import abstractmethod
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.recipe import StoreRecipe
-from maxbatch.data.stream.split import Opened, Split
+from maxbatch.data.stream.split import Split, SplitRows
 
 Identity = dict[str, str | int | bool]
 
@@ -21,7 +21,7 @@ class StreamRecipe(StoreRecipe):
         """Returns the values that determine the rows of given documents."""
 
     @abstractmethod
-    def rows(self, config: StreamConfig, split: Split) -> Opened:
+    def rows(self, config: StreamConfig, split: Split) -> SplitRows:
         """Returns the rows of a split.
 
         Raises:

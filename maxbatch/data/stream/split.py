@@ -52,7 +52,7 @@ class Fitted(NamedTuple):
     num_overlong: int  # documents longer than a row
 
 
-class Opened(NamedTuple):
+class SplitRows(NamedTuple):
     """The rows of a split."""
 
     rows: RowSource

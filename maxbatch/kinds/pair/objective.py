@@ -18,8 +18,13 @@ import jax.numpy as jnp
 
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
-from maxbatch.kinds.pair.answers import Answers, reference_of, score_answers, weigh_answers
 from maxbatch.kinds.pair.reference import AnswersReference
+from maxbatch.kinds.pair.scored_answers import (
+    ScoredAnswers,
+    reference_of,
+    score_answers,
+    weigh_answers,
+)
 from maxbatch.model.decoder import Decoder
 from maxbatch.update.gradients import Objective, ObjectiveSums
 
@@ -48,7 +53,7 @@ def preference_objective(config: PreferenceConfig) -> Objective:
 
 
 def pair_losses(
-    answers: Answers, reference_Mx2: jax.Array | None, config: PreferenceConfig
+    answers: ScoredAnswers, reference_Mx2: jax.Array | None, config: PreferenceConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the loss and the margin of each pair, float32[M].
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import AllKeys, DataConfig
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.split import Opened, Split
+from maxbatch.data.stream.split import Split, SplitRows
 from maxbatch.kinds.text.recipe import TextRecipe
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class PairRecipe(TextRecipe):
             for key in ("use_dpo", "max_target_length", "overlong", "skip_bad_records")
         }
 
-    def rows(self, config: StreamConfig, split: Split) -> Opened:
+    def rows(self, config: StreamConfig, split: Split) -> SplitRows:
         rows = self._pairs(config, split)
-        return Opened(rows, rows.num_overlong)
+        return SplitRows(rows, rows.num_overlong)
 
     def num_rows_if_cached(self, config: StreamConfig, split: Split) -> int:
         return self._pairs(config, split).num_rows

@@ -32,7 +32,7 @@ from maxbatch.data.stream.epochs import SampleOrigin
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleRows
 from maxbatch.data.stream.stream import ReadPart, Stream
-from maxbatch.kinds.pair.answers import rows_of_answers, sum_by_answer
+from maxbatch.kinds.pair.scored_answers import rows_of_answers, sum_by_answer
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES

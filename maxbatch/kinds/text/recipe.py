@@ -15,7 +15,7 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.split import Fitted, Opened, Split
+from maxbatch.data.stream.split import Fitted, Split, SplitRows
 from maxbatch.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class TextRecipe(TrainedRecipe):
     def row_identity(self, config: StreamConfig) -> Identity:
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
 
-    def rows(self, config: StreamConfig, split: Split) -> Opened:
+    def rows(self, config: StreamConfig, split: Split) -> SplitRows:
         from maxbatch.data.stream.document_rows import open_documents
 
         return open_documents(config, split, self._cut(config, split))

@@ -10,8 +10,8 @@ from flax import nnx
 
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
-from maxbatch.kinds.pair.answers import Answers, score_answers
 from maxbatch.kinds.pair.objective import pair_losses
+from maxbatch.kinds.pair.scored_answers import ScoredAnswers, score_answers
 from maxbatch.model.decoder import Decoder
 from tests.helpers.tiny import LENGTH, tiny_config
 
@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_the_papers(algorithm: str) -> None:
         )
 
     def total(logprobs_MxK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        answers = Answers(logprobs_MxK, np.asarray(TOKENS, np.float32))
+        answers = ScoredAnswers(logprobs_MxK, np.asarray(TOKENS, np.float32))
         found_M, _ = pair_losses(answers, np.asarray(REFERENCE, np.float32), own)
         return jnp.sum(found_M), found_M
 
@@ -80,7 +80,7 @@ def test_losses_and_gradients_are_those_of_the_papers(algorithm: str) -> None:
 
 def test_a_certain_answer_and_padding_have_finite_odds() -> None:
     def total(logprobs_MxK: jax.Array) -> jax.Array:
-        answers = Answers(logprobs_MxK, np.array([[3, 2], [0, 0]], np.float32))
+        answers = ScoredAnswers(logprobs_MxK, np.array([[3, 2], [0, 0]], np.float32))
         return jnp.sum(pair_losses(answers, None, config(dpo_algo="orpo"))[0] * answers.weights_M)
 
     loss, gradient = jax.device_get(
@@ -99,7 +99,7 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
     # the second pair is padding
     batch = Batch(rows["tokens"], rows["segments"], rows["weights"].astype(np.float32))
 
-    def both(batch: Batch) -> tuple[Answers, list[jax.Array]]:
+    def both(batch: Batch) -> tuple[ScoredAnswers, list[jax.Array]]:
         decoder = Decoder(tiny_config("base_num_decoder_layers=1").decoder, rngs=nnx.Rngs(0))
         alone = []
         for answer in (chosen, rejected):

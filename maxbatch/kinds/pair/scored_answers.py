@@ -17,7 +17,7 @@ from maxbatch.model.experts.routing import RoutingSums
 from maxbatch.model.loss import token_logprobs_of
 
 
-class Answers(NamedTuple):
+class ScoredAnswers(NamedTuple):
     """The answers of each sample, such as a chosen and a rejected one."""
 
     logprobs_MxK: jax.Array  # float32, summed log-probabilities of the answer's tokens
@@ -41,7 +41,7 @@ class AnswerRows(NamedTuple):
 
 def score_answers(
     decoder: Decoder, rows: TokenRows, batch_shards: int, num_answers: int
-) -> tuple[Answers, RoutingSums | None]:
+) -> tuple[ScoredAnswers, RoutingSums | None]:
     """Returns the answers of M samples, and the routing sums over their rows if the decoder has
     experts.
     """
@@ -59,7 +59,7 @@ def rows_of_answers(rows: TokenRows, num_answers: int) -> AnswerRows:
     return AnswerRows(tokens, jnp.minimum(segments, 1), weights)
 
 
-def sum_by_answer(logprobs: jax.Array, weights: jax.Array, num_answers: int) -> Answers:
+def sum_by_answer(logprobs: jax.Array, weights: jax.Array, num_answers: int) -> ScoredAnswers:
     """Sums the log-probabilities of the tokens of each answer, and counts them.
 
     Args:
@@ -70,7 +70,7 @@ def sum_by_answer(logprobs: jax.Array, weights: jax.Array, num_answers: int) -> 
         jnp.sum(of_tokens, axis=1).reshape(-1, num_answers)
         for of_tokens in (logprobs * weights, weights)
     )
-    return Answers(*sums)
+    return ScoredAnswers(*sums)
 
 
 def reference_of(rows: Batch, num_answers: int) -> jax.Array:
@@ -81,7 +81,7 @@ def reference_of(rows: Batch, num_answers: int) -> jax.Array:
 def weigh_answers(rows: TokenRows, num_answers: int) -> jax.Array:
     """Returns the number of samples whose answers all have tokens."""
     tokens_MxK = jnp.sum(_by_answer(rows.weights, num_answers), axis=1).reshape(-1, num_answers)
-    return jnp.sum(Answers(tokens_MxK, tokens_MxK).weights_M)
+    return jnp.sum(ScoredAnswers(tokens_MxK, tokens_MxK).weights_M)
 
 
 def _by_answer(rows_MxW: jax.Array, num_answers: int) -> jax.Array:

@@ -16,15 +16,15 @@ from maxbatch.data.tokenizers.chat_prompts import chat_prompts
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.run.compile.background import Background, MakeExecutable
-from maxbatch.run.folder.answers import Answer
-from maxbatch.run.record.answers import Question
+from maxbatch.run.folder.answers_file import Answer
+from maxbatch.run.record.questions import Question
 from maxbatch.system.errors import TrainingError
 
 _MOST_TOKENS = 64  # per answer, to keep evals short
 
 
 class GreedyAnswers:
-    """Greedy answers to questions (`maxbatch.run.record.answers.Answers`), drawn one at a time, so
+    """Greedy answers to questions (`maxbatch.run.record.questions.Answers`), drawn one at a time, so
     that one program serves any mesh.
 
     Args:

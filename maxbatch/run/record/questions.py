@@ -1,5 +1,5 @@
-"""A fine-tuned model's answers to records: to held-out ones at each eval, and to one at the end of
-the run.
+"""Questions of records, and a fine-tuned model's answers to them: to held-out records at each eval,
+and to one record at the end of the run.
 
 A question is the part of a record before its first trained tokens, by a chat template or as a plain
 prompt.
@@ -16,7 +16,7 @@ from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.run.compile.background import Background, MakeExecutable
-from maxbatch.run.folder.answers import ANSWERS_FILE, Answer
+from maxbatch.run.folder.answers_file import ANSWERS_FILE, Answer
 from maxbatch.run.folder.metrics_log import StepLog
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.run.task import ShowText
