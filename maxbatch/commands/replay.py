@@ -13,12 +13,15 @@ from maxbatch.commands.arguments import (
     simulate_devices,
     whole,
 )
+from maxbatch.config.values import first_of
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED
 from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
 from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.around.replay.replayed import Replayed
+
+_MOST_DOCUMENTS = 3  # named in a row of the table
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,6 +59,8 @@ def run(args: Namespace) -> int:
     found = replay(recorded, checkpoint, args.step, args.top)
     for difference in found.differences:
         note(difference)
+    for store in found.stores:
+        note(f"{store}: does not state the files of its documents; they are named by their numbers")
     if args.json:
         print(json.dumps(found.to_json()))
     else:
@@ -72,11 +77,13 @@ def _print(found: Replayed) -> None:
         f"data_fingerprint {update.data_fingerprint}, recorded "
         f"{update.recorded_data_fingerprint}"
     )
-    table = PlainTable("sample", "loss", "weight", "grad_norm", "share")
-    for sample in found.samples:
+    table = PlainTable("sample", "loss", "weight", "grad_norm", "share", "documents")
+    for sample, documents in found.samples:
         figures = map(_figure, (sample.loss, sample.weight, sample.grad_norm, sample.share))
-        table.add_row(str(sample.index), *figures)
+        places = first_of([str(one) for one in documents if str(one)], _MOST_DOCUMENTS)
+        table.add_row(str(sample.index), *figures, places)
     console.print(table)
+    console.print(f'their rows, here and ahead: skip_samples="{found.skip_samples}"')
 
 
 def _figure(value: float | None) -> str:

@@ -16,7 +16,14 @@ from typing import BinaryIO, ClassVar
 
 from maxbatch.config.file_formats import SHARD, FileFormat
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import LONGEST_RECORD, PIECE_BYTES, Piece, Record, content_of
+from maxbatch.data.store.formats import (
+    BLANK,
+    LONGEST_RECORD,
+    PIECE_BYTES,
+    Piece,
+    Record,
+    content_of,
+)
 from maxbatch.data.store.gzip_cuts import MAGIC, Cut, line_cuts
 from maxbatch.system.storage.bounded import TOO_MANY_VALUES, has_too_many_values
 from maxbatch.system.storage.source_files import SourceFile
@@ -66,7 +73,9 @@ class JsonLines:
             for number, line in enumerate(lines, 1):
                 is_first = number == 1 and piece.begin == 0
                 line = line.removeprefix(_BOM) if is_first else line
-                if line.strip():
+                if not line.strip():
+                    yield Record(number, b"", BLANK)
+                else:
                     content, problem = self._content(line)
                     if is_first and problem and line.lstrip().startswith(b"["):
                         problem += "; a file of one array of objects is read by dataset_type=json"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from maxbatch.around.replay.updates import Taken
 from maxbatch.config.config import Config
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.folder.metrics_schema import Metric
-from maxbatch.system.hashing import to_hex
 
 TOLERANCE = 2e-4  # of a loss or norm in float32: absolute up to 1, relative above
 
@@ -26,18 +24,16 @@ class Compared(NamedTuple):
     recorded_data_fingerprint: str
 
     @classmethod
-    def of(cls, taken: Taken, line: Record) -> Compared:
-        """Compares an update with its line."""
-        metrics = taken.metrics
-        loss = float(metrics.loss) if metrics.weight > 0 else None
+    def of(cls, taken: Record, recorded: Record) -> Compared:
+        """Compares the line of an update that was taken again with that of the run."""
         return cls(
-            taken.planned.step,
-            _finite(loss),
-            line[Metric.LOSS],
-            _finite(float(metrics.grad_norm)),
-            line.get(Metric.GRAD_NORM),
-            to_hex(metrics.fingerprint),
-            str(line.get(Metric.DATA_FINGERPRINT)),
+            taken[Metric.STEP],
+            _finite(taken[Metric.LOSS]),
+            recorded[Metric.LOSS],
+            _finite(taken[Metric.GRAD_NORM]),
+            recorded.get(Metric.GRAD_NORM),
+            taken[Metric.DATA_FINGERPRINT],
+            str(recorded.get(Metric.DATA_FINGERPRINT)),
         )
 
     def difference(self, is_exact: bool) -> str | None:

@@ -92,7 +92,7 @@ def samples(update: Before) -> Iterator[Sample]:
         part = jax.device_get(of_row(state, placement.stage(row, 1, single), whole))
         weight = float(part.weight)
         yield Sample(
-            planned.first_sample + number,
+            update.task.opened.data.holes.own_number(planned.first_sample + number),
             finite(float(part.loss) / weight) if weight else None,
             weight,
             finite(float(part.grad_norm)),

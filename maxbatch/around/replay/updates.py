@@ -26,15 +26,20 @@ from maxbatch.config.values import Value
 from maxbatch.data.feed.feed import StagedBatch
 from maxbatch.plan.batch import BatchPlan, ResumePoint
 from maxbatch.plan.mesh_shape import AXES, axis_key
+from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
+from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.context import RunContext
+from maxbatch.run.folder.metrics import Record
+from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import CheckpointRecord, Position, newest_record
 from maxbatch.run.pretraining import (
     OpenedPretraining,
     PlannedPretraining,
     open_pretraining,
 )
+from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.run.taking_over import position_taken_over
 from maxbatch.run.task import Start
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
@@ -43,7 +48,6 @@ from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.run.weights.parameters import FirstParameters, open_source, open_state
 from maxbatch.system.storage.storage import AnyPath
 from maxbatch.update.state import TrainState
-from maxbatch.update.step import StepMetrics
 
 _REFERENCE_FILE = "reference.bin"  # of pairs: read from the run, so that it is not computed again
 # How the run was laid out, which an update does not depend on.
@@ -83,8 +87,17 @@ class Before(NamedTuple):
 class Taken(NamedTuple):
     """An update that was taken."""
 
-    planned: PlannedStep
-    metrics: StepMetrics  # on the host
+    line: Record  # as a run would record it
+
+
+class _Kept(Output):
+    """The line of the update that was recorded last."""
+
+    def __init__(self) -> None:
+        self.line: Record = {}
+
+    def append(self, record: Record) -> None:
+        self.line = record
 
 
 def updates(
@@ -123,13 +136,39 @@ def updates(
             )
             running, state = planned.build(start).run(state, lambda *_: None, stack)
             settings = UpdatePlan.from_config(segment.config.plan, planned.plan.manager)
+            kept = _Kept()
+            recorder = _recorder(context, opened, planned, position, kept, stack)
             for batch in running.feed:
                 yield Before(batch.planned, batch, state, planned)
                 state, taken = running.step(state, batch, settings)
-                yield Taken(batch.planned, jax.device_get(taken.metrics))
-                position = Position(step=batch.planned.step, place=taken.place)
+                recorder.add(taken)
+                recorder.catch_up()
+                yield Taken(kept.line)
+                position = recorder.position
                 if position.step == segment.last_step:
                     break
+
+
+def _recorder(
+    context: RunContext,
+    opened: OpenedPretraining,
+    planned: PlannedPretraining,
+    position: Position,
+    kept: _Kept,
+    stack: ExitStack,
+) -> Recorder:
+    """Returns a recorder that keeps the position and the last line, and writes nothing."""
+    config = context.config
+    meter = ThroughputMeter(
+        opened.model.flops_per_token,
+        context.devices,
+        config.peak_tflops_per_device,
+        config.quantization,
+    )
+    compiles = stack.enter_context(CompileCounter())
+    return Recorder(
+        config.record, planned.plan.manager, position, compiles, meter, [kept], opened.data.holes
+    )
 
 
 def _start(
@@ -181,15 +220,8 @@ def _plan(
     devices: Sequence[jax.Device],
 ) -> BatchPlan:
     """Returns the plan of the recorded run's batches, cut for the devices at hand."""
-    used = segment.devices
-    plan = BatchPlan.from_config(
-        segment.config.plan,
-        used.num_devices,
-        used.num_hosts,
-        num_slices=used.num_slices,
-        samples_per_epoch=opened.data.samples_per_epoch,
-        resume=ResumePoint(position.step, position.place, *hosts),
-    )
+    point = ResumePoint(position.step, position.place, *hosts)
+    plan = _recorded_plan(segment, opened.data.samples_per_epoch, point)
     manager = plan.manager
     # as many rows per device as the run had in one pass
     rows = max(1, math.floor(plan.micro_batch_size_to_train_on / plan.num_devices))
@@ -199,6 +231,31 @@ def _plan(
         for stage in manager.split_stages
     )
     return dataclasses.replace(plan, manager=dataclasses.replace(manager, split_stages=cut))
+
+
+def _recorded_plan(
+    segment: Segment, samples_per_epoch: int | None, resume: ResumePoint
+) -> BatchPlan:
+    """Returns the plan of the recorded run, on its devices."""
+    used = segment.devices
+    return BatchPlan.from_config(
+        segment.config.plan,
+        used.num_devices,
+        used.num_hosts,
+        num_slices=used.num_slices,
+        samples_per_epoch=samples_per_epoch,
+        resume=resume,
+    )
+
+
+def end_of(run: RecordedRun, samples_per_epoch: int | None) -> int:
+    """Returns the samples of a whole run, as its last session states its length."""
+    last = max(run.lines)
+    (segment,) = run.segments(last, last)
+    place = Place(run.lines[last][Metric.SAMPLES_SEEN])
+    total = _recorded_plan(segment, samples_per_epoch, ResumePoint(last, place)).total_samples
+    assert total is not None, "data that are here have known epochs"
+    return total
 
 
 def rows_of(batch: StagedBatch) -> dict[str, np.ndarray]:

@@ -30,6 +30,7 @@ from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import CUTTING
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
+from maxbatch.data.store.record_places import RECORDS, GrowingPlaces
 from maxbatch.data.store.shards import KeepShard, RemoteShards, Shard, ShardWriter
 from maxbatch.data.store.skipped import reasons_text
 from maxbatch.data.store.store import Manifest
@@ -212,8 +213,12 @@ def _write_files(
     """Writes the shards after those that are finished, and the files beside them; returns the
     manifest.
     """
-    with closing(GrowingTable(folder / OFFSETS)) as table, closing(GrowingHashes(folder)) as hashes:
-        return _written(folder, build, finished, keep, table, hashes)
+    with (
+        closing(GrowingTable(folder / OFFSETS)) as table,
+        closing(GrowingHashes(folder)) as hashes,
+        closing(GrowingPlaces(folder / RECORDS)) as places,
+    ):
+        return _written(folder, build, finished, keep, table, hashes, places)
 
 
 def _written(
@@ -223,6 +228,7 @@ def _written(
     keep: KeepShard | None,
     table: GrowingTable,
     hashes: GrowingHashes,
+    places: GrowingPlaces,
 ) -> Manifest:
     source, layout = build.source, TokenLayout.from_config(build.config, build.tokenizer)
     recipe = StoreRecipe.of(build.config.recipe)
@@ -242,6 +248,7 @@ def _written(
     def add(done: Tokenised) -> None:
         total.held_out += [table.documents + number for number in done.held_out]
         table.append(np.frombuffer(done.lengths, np.int64))
+        places.append(done.records)
         total.content.update(done.digests)
         total.reasons.update(done.reasons)
         total.text_bytes += done.text_bytes

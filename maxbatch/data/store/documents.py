@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from maxbatch.config.file_formats import file_format, file_formats
 from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import (
+    BLANK,
     PIECE_BYTES,
     Format,
     Piece,
@@ -181,23 +182,34 @@ class DocumentSource:
         """
         return grouped(self._pieces(), lambda piece: piece.size, PIECE_BYTES, _JOB_PIECES)
 
-    def documents(self, pieces: Iterable[Piece] | None = None) -> Iterator[Document]:
+    def documents(
+        self,
+        pieces: Iterable[Piece] | None = None,
+        ended: Callable[[Piece, int], None] = lambda piece, num_records: None,
+    ) -> Iterator[Document]:
         """Yields the documents of some pieces (default: of all), in order; a record left out is
         yielded empty.
+
+        Args:
+          ended: called with each piece, once it is read, and the number of its records.
 
         Raises:
           ConfigError: a file or record that cannot be read, named by file and line, row or record.
         """
         for piece in self._pieces() if pieces is None else pieces:
             held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
+            number = 0
             with reading(piece.file.path, blame=self.error):
                 for number, content, problem in self._format.documents(piece):
+                    if problem == BLANK:
+                        continue
                     if content and self._names:
                         content, problem = self._renamed(content)
                     document = Document(content, held_out, piece, number, problem)
                     if problem and not self.skip_bad_records:
                         raise self.bad_record(document, problem)
                     yield document
+            ended(piece, number)
 
     def bad_record(self, document: Document, problem: str) -> ConfigError:
         """Returns the error for a record, which names the record and the key that leaves out such

@@ -22,7 +22,7 @@ from maxbatch.system.storage.source_files import SourceFile
 PIECE_BYTES = 4 << 20
 # The version of the rules by which files are cut: a build that was killed continues behind a number
 # of pieces.
-CUTTING = 2
+CUTTING = 3
 
 LONGEST_RECORD = 128 << 20  # bytes of a text; reading a record takes several times as much memory
 
@@ -53,6 +53,9 @@ class Record(NamedTuple):
     problem: str = ""  # why it is bad
 
 
+BLANK = "blank"  # the problem of a line that is no record, and is counted as one of the file
+
+
 class Format(Protocol):
     """One format's reader."""
 
@@ -64,7 +67,7 @@ class Format(Protocol):
         ...
 
     def documents(self, piece: Piece) -> Iterator[Record]:
-        """Yields the records of a piece, in order."""
+        """Yields the records of a piece, in order, and lines between them as `BLANK` ones."""
         ...
 
     def records_before(self, piece: Piece) -> int:

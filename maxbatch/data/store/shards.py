@@ -23,6 +23,7 @@ import numpy as np
 
 from maxbatch.data.store.blocks import BlockHasher
 from maxbatch.data.store.growing import GrowingHashes
+from maxbatch.data.store.record_places import PieceRecords, RecordNumbers
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.storage.bounded import read_bytes, read_json
@@ -38,6 +39,8 @@ _ARRAYS = {
     "digests": "uint8",
     "held_out": "int64",
     "hashes": "uint32",
+    "pieces_of_records": "int64",
+    "numbers_of_records": "int64",
 }
 _COUNTS = ("jobs", "tokens", "source_bytes", "text_bytes")
 _MOST_BYTES = 4 << 30  # of the facts about a shard: 150 million documents
@@ -69,6 +72,7 @@ class Shard:
             "source_bytes": facts.source_bytes,
             "reasons": facts.reasons,
             "text_bytes": facts.text_bytes,
+            "pieces": facts.records.pieces,
         }
         file = io.BytesIO()
         np.savez(
@@ -78,6 +82,8 @@ class Shard:
             digests=np.frombuffer(facts.digests, np.uint8),
             held_out=np.array(facts.held_out, np.int64),
             hashes=np.concatenate([np.zeros(0, np.uint32), *self.hashes]),
+            pieces_of_records=np.frombuffer(facts.records.piece_R, np.int64),
+            numbers_of_records=np.frombuffer(facts.records.number_R, np.int64),
         )
         return file.getvalue()
 
@@ -91,12 +97,13 @@ class Shard:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in saved.infolist()):
                     return None  # ours are not packed, and packed ones could have any size
                 arrays = [read_npy(saved.read(f"{name}.npy"), name) for name in _ARRAYS]
-            read, lengths, digests, held_out, hashes = arrays
+            read, lengths, digests, held_out, hashes, piece_R, number_R = arrays
             counts: dict[str, Any] = read_json(read.tobytes(), "counts")
             is_ours = counts["signature"] == signature and all(
                 _is_count(counts[name]) for name in _COUNTS
             )
             is_ours = is_ours and all(map(_is_count, counts["reasons"].values()))
+            pieces = [PieceRecords(*piece) for piece in counts["pieces"]]
         except (
             ValueError,
             KeyError,
@@ -119,6 +126,11 @@ class Shard:
             held_out.tolist(),
             counts["reasons"],
             counts["text_bytes"],
+            RecordNumbers(
+                pieces,
+                array.array("q", piece_R.tobytes()),
+                array.array("q", number_R.tobytes()),
+            ),
         )
         return cls(counts["jobs"], facts, [hashes])
 

@@ -1,8 +1,9 @@
 """A dataset tokenised once: a memory-mapped array of tokens, cut into documents.
 
-A store is a folder of four files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents +
+A store is a folder of five files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents +
 1], document d is tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin`
-(`maxbatch.data.store.blocks`) and `manifest.json`. It appears whole, by one rename. The tokens of a
+(`maxbatch.data.store.blocks`), `manifest.json`, and `records.jsonl`, which training does not read
+(`maxbatch.data.store.record_places`). It appears whole, by one rename. The tokens of a
 large store are cut between documents into several files (`maxbatch.data.store.shards`).
 
 In a store of records with answers (a pair of answers is two documents), the highest bit of each

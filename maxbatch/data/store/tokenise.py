@@ -22,6 +22,7 @@ import numpy as np
 from maxbatch.data.store.documents import Document, DocumentSource
 from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
+from maxbatch.data.store.record_places import RecordNumbers
 from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.tokenizers.errors import RecordError
@@ -73,6 +74,7 @@ class Tokeniser:
     def _tokens(self, job: Sequence[Piece], done: Tokenised) -> Iterator[np.ndarray]:
         """Yields the tokens of a job's documents, a long document in parts."""
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
+        pieces = {id(piece): number for number, piece in enumerate(job)}
         for batch in grouped(
             self._kept(job, done),
             lambda document: len(document.utf8),
@@ -83,6 +85,7 @@ class Tokeniser:
                 if isinstance(documents, str):
                     self._leave_out(document, documents, done)
                     continue
+                done.records.keep(pieces[id(document.piece)], document.number)
                 for ids in documents:
                     yield bos
                     for begin in range(0, len(ids), _WRITE_TOKENS):
@@ -136,7 +139,7 @@ class Tokeniser:
 
     def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[Document]:
         kept = 0
-        for document in self.source.documents(job):
+        for document in self.source.documents(job, done.records.end_piece):
             if not document.utf8:
                 done.leave_out(document.reason)
                 continue
@@ -161,6 +164,7 @@ class Tokenised:
     # records left out, by the kind of their problem
     reasons: dict[str, int] = field(default_factory=dict)
     text_bytes: int = 0  # of all documents
+    records: RecordNumbers = field(default_factory=RecordNumbers)  # those that are kept
 
     @property
     def skipped(self) -> int:
@@ -193,6 +197,8 @@ class Tokenised:
             held_out,
             dict(self.reasons),
             self.text_bytes,
+            # the documents of a record are all kept or all duplicates
+            self.records.without(duplicates[:: len(kept) // max(1, len(self.records.number_R))]),
         )
         for kind, count in kinds.items():
             done.leave_out(kind, count)
@@ -206,6 +212,7 @@ class Tokenised:
         for kind, count in job.reasons.items():
             self.reasons[kind] = self.reasons.get(kind, 0) + count
         self.text_bytes += job.text_bytes
+        self.records.append(job.records)
 
 
 class _Part(NamedTuple):

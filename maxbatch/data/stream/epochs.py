@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,6 +62,17 @@ class EpochOrder(NamedTuple):
         key = epoch_key(*self.shuffle, epoch)
         row = index_shuffle(slot, max_index=self.num_rows - 1, seed=key, rounds=4)
         return SampleOrigin(epoch, row)
+
+    def indices_of(self, rows: Collection[int], first: int, end: int) -> list[int]:
+        """Returns the indices from `first` to `end` - 1 whose row is one of some rows, in order.
+
+        A permutation is not inverted: of shuffled rows every index is looked at.
+        """
+        if self.shuffle is not None:
+            return [index for index in range(first, end) if self.place(index).row in rows]
+        epochs = range(first // self.num_rows, -(-end // self.num_rows))
+        indices = (epoch * self.num_rows + row for epoch in epochs for row in sorted(rows))
+        return [index for index in indices if first <= index < end]
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from maxbatch.data.stream.epochs import SampleOrigin
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.rows import RowArrays
+from maxbatch.data.stream.rows import RowArrays, RowDocument
 from maxbatch.data.stream.samples import Indices
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.tokenizers.tokenizers import make_tokenizer
@@ -190,6 +190,13 @@ class OwnRows:
         return SampleOrigin(
             epoch, self.split.record(number, self._held_out) if self.split.fraction else number
         )
+
+    def documents(self, index: int) -> list[RowDocument]:
+        return []
+
+    def again(self, indices: Sequence[int], first: int, end: int) -> list[int]:
+        """Returns none: what repeats in a user's samples is not known."""
+        return []
 
     def batch(self, indices: Indices) -> RowArrays:
         """Returns samples by their indices, arrays [n, L]."""

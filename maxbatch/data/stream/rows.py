@@ -21,6 +21,7 @@ from maxbatch.data.store.heldout import Records
 from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.trained_tokens import TrainedFigures
+from maxbatch.system.storage.storage import AnyPath
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
 RowArrays = dict[str, np.ndarray]
@@ -57,6 +58,27 @@ class Extents(NamedTuple):
         """
         array: np.ndarray = -(-(self.end_S - self.start_S) // slot_tokens)
         return array
+
+
+class RowDocument(NamedTuple):
+    """A part of a document in a row."""
+
+    store: AnyPath  # the folder of its store
+    document: int  # its number in the store, from 0
+    record: int  # the number of its record among those of the store, from 0
+    offset: int  # the part's first token in the document, from 0
+    tokens: int  # of the part
+
+
+def documents_of(store: Store, pieces: Pieces, documents_per_record: int = 1) -> list[RowDocument]:
+    """Returns the documents of the pieces of one row, in order."""
+    document_P = store.table.containing(pieces.start_P)
+    offset_P = pieces.start_P - store.table.starts(document_P)
+    parts = zip(document_P.tolist(), offset_P.tolist(), pieces.length_P.tolist(), strict=True)
+    return [
+        RowDocument(store.folder, document, document // documents_per_record, offset, tokens)
+        for document, offset, tokens in parts
+    ]
 
 
 class RowPlan(Protocol):
@@ -307,6 +329,9 @@ class RowSource(Protocol):
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays: ...
 
+    # the documents of a row, one for each of its segments; none if rows are computed
+    def documents(self, row: int) -> list[RowDocument]: ...
+
 
 class StoredRows:
     """Rows of a token store by index, as slices of a memory map, so that opening reads nothing."""
@@ -322,6 +347,9 @@ class StoredRows:
         self._store = store
         self._plan = plan
         self._pad_id = pad_id
+
+    def documents(self, row: int) -> list[RowDocument]:
+        return documents_of(self._store, self._plan.pieces(np.array([row], np.int64)))
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -11,7 +12,7 @@ import numpy as np
 
 from maxbatch.data.stream.epochs import EpochOrder, SampleOrigin
 from maxbatch.data.stream.mixture_order import Origins, StagedOrder
-from maxbatch.data.stream.rows import RowArrays, RowSource
+from maxbatch.data.stream.rows import RowArrays, RowDocument, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.plan.holes import Holes
 
@@ -30,6 +31,12 @@ class SampleRows(Protocol):
 
     def stats(self) -> dict[str, object]: ...  # the figures of an epoch
 
+    # the documents of a sample, one for each of its segments; none if rows are computed
+    def documents(self, index: int) -> list[RowDocument]: ...
+
+    # the samples among `first` to `end` - 1 that have the rows of some samples, in order
+    def again(self, indices: Sequence[int], first: int, end: int) -> list[int]: ...
+
 
 class Epochs:
     """The rows of one source, in an order of its epochs."""
@@ -47,6 +54,13 @@ class Epochs:
 
     def stats(self) -> dict[str, object]:
         return _figures([self.rows])
+
+    def documents(self, index: int) -> list[RowDocument]:
+        return self.rows.documents(self.place(index).row)
+
+    def again(self, indices: Sequence[int], first: int, end: int) -> list[int]:
+        rows = {self.place(index).row for index in indices}
+        return self._order.indices_of(rows, first, end)
 
 
 class InTurn:
@@ -77,11 +91,13 @@ class Mixed:
         self.row_length = self._epochs[0].row_length
 
     def place(self, index: int) -> SampleOrigin:
+        source, place = self._origin(index)
+        return self._epochs[source].place(place)._replace(source=self._names[source])
+
+    def _origin(self, index: int) -> tuple[int, int]:
+        """Returns the number of a sample's source, and the sample's number in it."""
         source, place = (array.tolist()[0] for array in self._order.at([operator.index(index)]))
-        origin: SampleOrigin = (
-            self._epochs[source].place(place)._replace(source=self._names[source])
-        )
-        return origin
+        return source, place
 
     def batch(self, indices: Indices) -> RowArrays:
         source_n, place_n = self._order.at(indices)
@@ -101,6 +117,30 @@ class Mixed:
     def counts(self, position: int) -> dict[str, int]:
         """Returns the number of samples of each source among samples 0 to position - 1."""
         return dict(zip(self._names, self._order.counts(position), strict=True))
+
+    def documents(self, index: int) -> list[RowDocument]:
+        source, place = self._origin(index)
+        return self._epochs[source].documents(place)
+
+    def again(self, indices: Sequence[int], first: int, end: int) -> list[int]:
+        places: dict[int, list[int]] = {}
+        for source, place in map(self._origin, indices):
+            places.setdefault(source, []).append(place)
+        before, until = self._order.counts(first), self._order.counts(end)
+        found: list[int] = []
+        for source, of_source in places.items():
+            again = self._epochs[source].again(of_source, before[source], until[source])
+            found += [self._index(source, place, first, end) for place in again]
+        return sorted(found)
+
+    def _index(self, source: int, place: int, first: int, end: int) -> int:
+        """Returns the sample, of `first` to `end` - 1, that is sample `place` of a source."""
+        samples = range(first, end)
+
+        def count_after(sample: int) -> int:
+            return self._order.counts(sample + 1)[source]
+
+        return samples[bisect_left(samples, place + 1, key=count_after)]
 
     def stats(self) -> dict[str, object]:
         sources = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -23,7 +24,7 @@ from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.rows import RowArrays
+from maxbatch.data.stream.rows import RowArrays, RowDocument
 from maxbatch.data.stream.samples import (
     Epochs,
     Indices,
@@ -119,6 +120,19 @@ class Stream:
     def own_number(self, index: int) -> int:
         """Returns the own number of sample `index`: its index in the stream without holes."""
         return self.holes.own_number(index)
+
+    def documents(self, index: int) -> list[RowDocument]:
+        """Returns the documents of sample `index`, one for each of its segments; none if samples
+        are computed.
+        """
+        self._check(index)
+        return self.samples.documents(self.own_number(index))
+
+    def again(self, own_numbers: Sequence[int], first: int, end: int) -> list[int]:
+        """Returns the own numbers among `first` to `end` - 1 at which the rows of some samples
+        return, holes included.
+        """
+        return self.samples.again(own_numbers, first, end)
 
     def samples_by_source(self, position: int) -> dict[str, int] | None:
         """Returns the counts per source of a mixture in samples 0 to position - 1, or None."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.data.stream.rows import RowArrays
+from maxbatch.data.stream.rows import RowArrays, RowDocument
 from maxbatch.data.stream.trained_tokens import TrainedFigures
 
 _WORDS = 64
@@ -62,6 +62,9 @@ class SyntheticRows:
         self._lexicon_Wx4 = np.full((_WORDS, 4), self._space, np.int32)
         for place, letters in enumerate(self._letters):
             self._lexicon_Wx4[:, place] = letters[draw_Wx3[:, place] % np.uint64(len(letters))]
+
+    def documents(self, row: int) -> list[RowDocument]:
+        return []
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         if self._split.fraction:

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.feed import BatchLoader, in_passes
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.epochs import SampleOrigin
-from maxbatch.data.stream.rows import RowArrays
+from maxbatch.data.stream.rows import RowArrays, RowDocument
 from maxbatch.data.stream.samples import Indices, SampleRows
 from maxbatch.data.stream.stream import ReadPart, Stream
 from maxbatch.kinds.pair.scored_answers import rows_of_answers, sum_by_answer
@@ -184,6 +184,12 @@ class ReferredRows:
 
     def stats(self) -> dict[str, object]:
         return self.samples.stats()
+
+    def documents(self, index: int) -> list[RowDocument]:
+        return self.samples.documents(index)
+
+    def again(self, indices: Sequence[int], first: int, end: int) -> list[int]:
+        return self.samples.again(indices, first, end)
 
 
 @dataclasses.dataclass

@@ -14,7 +14,14 @@ import numpy as np
 
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
-from maxbatch.data.stream.rows import Extents, Pieces, RowArrays, assemble
+from maxbatch.data.stream.rows import (
+    Extents,
+    Pieces,
+    RowArrays,
+    RowDocument,
+    assemble,
+    documents_of,
+)
 from maxbatch.data.stream.trained_tokens import TrainedFigures
 
 
@@ -48,14 +55,20 @@ class PairRows:
         self.skipped_records = int(store.manifest["skipped_records"])
         self.trained: TrainedFigures | None = None
 
-    def batch(self, rows_n: Sequence[int]) -> RowArrays:
-        row_n = np.asarray(rows_n, np.int64)
-        count = 2 * len(row_n)
-        pieces = Pieces(
-            np.arange(count),
+    def documents(self, row: int) -> list[RowDocument]:
+        return documents_of(self._store, self._pieces(np.array([row])), documents_per_record=2)
+
+    def _pieces(self, row_n: np.ndarray) -> Pieces:
+        return Pieces(
+            np.arange(2 * len(row_n)),
             self._start_Sx2[row_n].reshape(-1),
             self._length_Sx2[row_n].reshape(-1),
         )
+
+    def batch(self, rows_n: Sequence[int]) -> RowArrays:
+        row_n = np.asarray(rows_n, np.int64)
+        count = 2 * len(row_n)
+        pieces = self._pieces(row_n)
         halves = assemble(
             self._store.tokens,
             pieces,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxbatch import ConfigError, open_stream
+from maxbatch import ConfigError, load_config, open_stream
 from maxbatch.around.replay.recorded_run import RecordedRun
 from maxbatch.around.replay.replayed import Replayed, replay
 from maxbatch.around.replay.updates import Before, Taken, rows_of, updates
@@ -20,6 +20,7 @@ from maxbatch.run.folder.sessions import read_sessions
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import train
 from tests.helpers.command import maxbatch
+from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.tiny import one_layer_config, read_metrics
 
 pytestmark = pytest.mark.runs
@@ -44,11 +45,14 @@ def content(run_dir: Path) -> dict[str, tuple[bytes, int]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six updates on four devices, and three more on two, at another rate."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
-    train(one_layer_config(*KEYS, "steps=6", f"run_dir={folder}"), jax.devices()[:4])
-    train(one_layer_config(*KEYS, "steps=9", SLOWER, f"run_dir={folder}"), jax.devices()[:2])
-    return folder
+    """Six updates on four devices, and three more on two, at another rate, of two epochs."""
+    folder = tmp_path_factory.mktemp("replay")
+    texts = write_jsonl(folder / "texts.jsonl", [{"text": text} for text in some_texts(70)])
+    data = ("dataset_type=jsonl", f"dataset_path={texts}", f"data_cache_dir={folder}/cache")
+    keys = (*KEYS, *data, f"run_dir={folder}/run")
+    train(one_layer_config(*keys, "steps=6"), jax.devices()[:4])
+    train(one_layer_config(*keys, "steps=9", SLOWER), jax.devices()[:2])
+    return folder / "run"
 
 
 def test_a_run_whose_rate_a_resume_changed_is_replayed_equal_on_both_sides_of_it(
@@ -70,14 +74,15 @@ def test_a_run_whose_rate_a_resume_changed_is_replayed_equal_on_both_sides_of_it
 
 def test_losses_of_samples_weighted_make_the_loss_and_their_shares_sum_to_1(run_dir: Path) -> None:
     found = replayed(run_dir, 5, 2)
-    assert [sample.index for sample in found.samples] == list(range(32, 40))
-    weights = [sample.weight for sample in found.samples]
-    losses = [sample.loss or math.nan for sample in found.samples]
+    assert [one.sample.index for one in found.samples] == list(range(32, 40))
+    samples = [one.sample for one in found.samples]
+    weights = [sample.weight for sample in samples]
+    losses = [sample.loss or math.nan for sample in samples]
     assert np.average(losses, weights=weights) == pytest.approx(found.update.loss, abs=1e-5)
-    assert sum(sample.share or math.nan for sample in found.samples) == pytest.approx(1, abs=1e-5)
+    assert sum(sample.share or math.nan for sample in samples) == pytest.approx(1, abs=1e-5)
     top = replay(RecordedRun(str(run_dir)), 3, 5, top=2, devices=jax.devices()[:1])
-    assert [one.index for one in top.samples] == [
-        one.index for one in sorted(found.samples, key=lambda one: -(one.share or 0))[:2]
+    assert [one.sample.index for one in top.samples] == [
+        one.index for one in sorted(samples, key=lambda one: -(one.share or 0))[:2]
     ]
 
 
@@ -118,7 +123,7 @@ def test_a_finite_difference_of_the_loss_along_the_gradient_agrees_with_the_shar
 
     ahead, behind = moved(1e-2), moved(-1e-2)
     of_rows = np.asarray(ahead - behind) / 2e-2 / weight / float(length)
-    shares = [sample.share for sample in found.samples]
+    shares = [one.sample.share for one in found.samples]
     np.testing.assert_allclose(of_rows, shares, atol=2e-3)
     step.close()
 
@@ -126,8 +131,8 @@ def test_a_finite_difference_of_the_loss_along_the_gradient_agrees_with_the_shar
 def test_the_gradient_norm_of_a_sample_is_that_of_a_run_whose_batch_it_is_alone(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    sample = replayed(run_dir, 4, 2).samples[3]
-    rows = open_stream(one_layer_config(*KEYS))
+    sample = replayed(run_dir, 4, 2).samples[3].sample
+    rows = open_stream(load_config(run_dir / "config.yml"))
 
     class Alone:
         def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -145,11 +150,29 @@ def test_the_gradient_norm_of_a_sample_is_that_of_a_run_whose_batch_it_is_alone(
     assert line["loss"] == pytest.approx(sample.loss, rel=1e-5)
 
 
+def test_a_sample_names_its_documents_and_every_sample_ahead_with_its_row(run_dir: Path) -> None:
+    found = replay(RecordedRun(str(run_dir)), 3, 4, top=2, devices=jax.devices()[:1])
+    stream = open_stream(load_config(run_dir / "config.yml"))
+    lines = (run_dir.parent / "texts.jsonl").read_text().splitlines()
+    for one in found.samples:
+        assert one.documents
+        for document in one.documents:
+            assert document.file == str(run_dir.parent / "texts.jsonl")
+            assert document.record is not None
+            text = json.loads(lines[document.record - 1])["text"]
+            assert document.text in text and document.tokens >= len(document.text)
+    rows = {stream.row(one.sample.index).row for one in found.samples}
+    again = {index for index in range(24, 72) if stream.row(index).row in rows}
+    ranges = [tuple(map(int, text.split(":"))) for text in found.skip_samples.split()]
+    assert {index for first, end in ranges for index in range(first, end)} == again
+    assert len(again) >= 3, "rows return in the second epoch"
+
+
 def test_updates_are_taken_from_the_first_parameters_where_no_checkpoint_is_before_them(
     run_dir: Path,
 ) -> None:
     steps = [
-        one.planned.step
+        one.line["step"]
         for one in updates(RecordedRun(str(run_dir)), None, 2, jax.devices()[:1])
         if isinstance(one, Taken)
     ]

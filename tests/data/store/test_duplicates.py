@@ -203,7 +203,7 @@ def test_any_number_of_workers_and_shards_keeps_the_same_records(many: Path) -> 
     ]
     for workers in ("1", "3"):
         assert main([*command, "--output", f"out{workers}", "--workers", workers]) == 0
-    names = ["blocks.bin", "manifest.json", "offsets.npy", "tokens.bin"]
+    names = ["blocks.bin", "manifest.json", "offsets.npy", "records.jsonl", "tokens.bin"]
     assert filecmp.cmpfiles("out1", "out3", names, shallow=False)[0] == names
     manifest = load_folder(Path("out1")).manifest
     assert (manifest["documents"], manifest["skipped_records"]) == (195, 106)
@@ -212,6 +212,7 @@ def test_any_number_of_workers_and_shards_keeps_the_same_records(many: Path) -> 
     )
     assert main([*command, "--output", "cut", "--shard-tokens", "1000"]) == 0
     assert load_folder(Path("cut")).manifest["content"] == manifest["content"]
+    assert filecmp.cmp("out1/records.jsonl", "cut/records.jsonl", shallow=False)
 
 
 def test_a_prepared_store_is_the_stream_that_its_records_are(

@@ -65,6 +65,7 @@ def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(
         "blocks.bin",
         "manifest.json",
         "offsets.npy",
+        "records.jsonl",
         *shard_names(NUM_SHARDS),
     }
     started = time.process_time()  # what others do meanwhile does not count
