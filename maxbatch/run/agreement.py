@@ -24,18 +24,18 @@ from maxbatch.system.errors import ConfigError, one_line
 _PACKAGES = ("numpy", "ml_dtypes", "grain", "tokenizers", "sentencepiece")
 
 
-def check_same_start(command: str, stated: Mapping[str, str]) -> None:
+def check_same_start(command: str, config_facts: Mapping[str, str]) -> None:
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:
-      stated: the config (`facts_of`) before `flags_in_force`, which compares the flags of the TPU's
-        compiler itself, and a user's own parts of the run by their argument.
+      config_facts: the config (`facts_of`) before `flags_in_force`, which compares the flags of the
+        TPU's compiler itself, and a user's own parts of the run by their argument.
 
     Raises:
       ConfigError: some differ; the message names each, with values and hosts.
     """
     if jax.process_count() > 1:
-        facts = {"command": command} | dict(stated) | _machine()
+        facts = {"command": command} | dict(config_facts) | _machine()
         check_agreed(facts, "start all hosts with the same config, on the same versions")
 
 
@@ -49,16 +49,16 @@ def _machine() -> dict[str, str]:
 
 def software_of(device: jax.Device) -> dict[str, str]:
     """Returns the versions and settings by which programs, random numbers or data may differ."""
-    found = versions(device.platform)
-    found.pop("cpu", None)  # every host compiles for its own CPU
-    found["source of maxbatch"] = found.pop("source")
-    found["maxbatch"] = importlib.metadata.version("maxbatch")
+    software = versions(device.platform)
+    software.pop("cpu", None)  # every host compiles for its own CPU
+    software["source of maxbatch"] = software.pop("source")
+    software["maxbatch"] = importlib.metadata.version("maxbatch")
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+            software[package] = importlib.metadata.version(package)
     if device.platform != "cpu":
-        found["driver"] = one_line(device.client.platform_version)
-    return found | settings_in_force(device.platform)
+        software["driver"] = one_line(device.client.platform_version)
+    return software | settings_in_force(device.platform)
 
 
 def share_folder(folder: RunFolder) -> RunIdentity:

@@ -38,11 +38,11 @@ def changes_since(
     old = _plan_before(run_dir, before.plan, plan)
     same = old is not None and _same_batches(old, plan, samples_seen)
     lines = changed_since(before, config, THE_CUT if same else THE_BATCH)
-    found = list(lines.values())
+    changes = list(lines.values())
     if old and not same and not any(map(states_batch, lines)):
-        found.append(_batch_line(old, samples_seen))
-    found += _length_line(before.plan, config.plan, plan)
-    return found
+        changes.append(_batch_line(old, samples_seen))
+    changes += _length_line(before.plan, config.plan, plan)
+    return changes
 
 
 def keys_changed(run_dir: AnyPath, config: Mapping[str, Value]) -> Changed | None:
@@ -57,7 +57,7 @@ def keys_changed(run_dir: AnyPath, config: Mapping[str, Value]) -> Changed | Non
     if before is None:
         return None
     return {
-        name: [None if one[name] is None else value_text(one[name]) for one in (before, config)]
+        name: [None if keys[name] is None else value_text(keys[name]) for keys in (before, config)]
         for name in KEYS
         if before[name] != config[name] and name not in _OF_A_START
     }
@@ -120,7 +120,8 @@ def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:
     begins = {stage.first_sample for plan in (old, new) for stage in plan.stages}
     positions = {samples_seen, *(begin for begin in begins if begin > samples_seen)}
     return all(
-        old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions
+        old.manager.batch_size_at(position) == new.manager.batch_size_at(position)
+        for position in positions
     )
 
 

@@ -68,8 +68,8 @@ class Evaluator:
 
         def eval_step(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            found = objective.sums(model.module(model.staged(params)), rows, model.row_shards)
-            return found.loss, found.weight
+            sums = objective.sums(model.module(model.staged(params)), rows, model.row_shards)
+            return sums.loss, sums.weight
 
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[jax.stages.Compiled] | None = None

@@ -269,16 +269,16 @@ def objective_of(
         called = _RoutedModel(model) if isinstance(model, Decoder) and model.has_experts else model
         if loss is None:
             with _naming(f"the model, called with tokens and segments int32{shape}"):
-                found = _next_token_sums(called, given, config.vocab_size)
+                totals = _next_token_sums(called, given, config.vocab_size)
         else:
             with _naming(
                 f"the objective {name_of(loss)} or the model that it calls, with rows of tokens "
                 f"int32{shape}"
             ):
                 returned = loss(called, given)
-            found = _checked(returned)
+            totals = _checked(returned)
         return ObjectiveSums(
-            *found, {}, called.routing if isinstance(called, _RoutedModel) else None
+            *totals, {}, called.routing if isinstance(called, _RoutedModel) else None
         )
 
     return Objective(sums, make_model=make_model)
@@ -293,9 +293,9 @@ class _RoutedModel:
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Returns the logits, float32[M, L, V]."""
-        x_MxLxD, found = self._decoder.hidden(tokens_MxL, segments_MxL)
-        assert found is not None, "it has experts"
-        self._routing = found if self._routing is None else self._routing.plus(found)
+        x_MxLxD, routing = self._decoder.hidden(tokens_MxL, segments_MxL)
+        assert routing is not None, "it has experts"
+        self._routing = routing if self._routing is None else self._routing.plus(routing)
         return self._decoder.logits(x_MxLxD)
 
     @property
@@ -382,9 +382,9 @@ def task_model(
         own model.
     """
     if make_model is None:
-        found = model_of(config)
-        return found._replace(
-            identity={**found.identity, **_optimizer_identity(own_optimizer, config)}
+        model = model_of(config)
+        return model._replace(
+            identity={**model.identity, **_optimizer_identity(own_optimizer, config)}
         )
     if mesh.num_pipeline_stages != 1:
         raise ConfigError(
@@ -412,17 +412,17 @@ def task_model(
 
 
 def _optimizer_identity(
-    own: OptimizerMaker | None, config: UpdateConfig, make_model: ModelMaker | None = None
+    own_optimizer: OptimizerMaker | None, config: UpdateConfig, make_model: ModelMaker | None = None
 ) -> dict[str, str]:
     """Returns the identity of a user's optimizer for resumes: a hash of the form of its state."""
-    if own is None:
+    if own_optimizer is None:
         return {}
     _, params = abstract_model(config, make_model=make_model)
     adapters = adapters_of(config.adapters)
     trained = adapters.abstract(params) if adapters else params
     with _naming("the optimizer, as init(parameters)"):
         state = jax.eval_shape(
-            make_optimizer(config.optimizer, AT_REST, own_optimizer=own).init, trained
+            make_optimizer(config.optimizer, AT_REST, own_optimizer=own_optimizer).init, trained
         )
     leaves = [
         f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}"

@@ -142,8 +142,8 @@ def open_pretraining(
     objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(keys)
     stream = None
     if is_loading(jax.process_index(), expansion):
-        own = parts.stream
-        stream = open_stream(config) if own is None else as_stream(own, config.stream)
+        own_stream = parts.stream
+        stream = open_stream(config) if own_stream is None else as_stream(own_stream, config.stream)
     data = _agree_on_data(stream, config.stream, jax.process_count() // expansion)
     return OpenedPretraining(
         context,
@@ -179,16 +179,16 @@ def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
         )
 
 
-def _open_tasks(stated: EvaluationConfig, parts: Parts) -> EvalTasks | None:
+def _open_tasks(evaluation: EvaluationConfig, parts: Parts) -> EvalTasks | None:
     """Returns the tasks that evals score; None if the config states none."""
-    if not stated.eval_tasks:
+    if not evaluation.eval_tasks:
         return None
     if parts.model or parts.stream:
         raise ConfigError(
-            f"eval_tasks={shown(stated.eval_tasks)}: scores the config's own model with its tokenizer, and "
-            'train() was given a model or a stream; works: eval_tasks=""'
+            f"eval_tasks={shown(evaluation.eval_tasks)}: scores the config's own model with its "
+            'tokenizer, and train() was given a model or a stream; works: eval_tasks=""'
         )
-    return open_tasks(stated)
+    return open_tasks(evaluation)
 
 
 def _agree_on_data(stream: Stream | None, config: StreamConfig, num_loading_hosts: int) -> TaskData:
@@ -203,11 +203,11 @@ def _agree_on_data(stream: Stream | None, config: StreamConfig, num_loading_host
         return stream.identity, stream.samples_per_epoch, stream.notes
 
     identity, samples_per_epoch, notes = broadcast(facts)
-    own = dict(identity if stream is None else stream.identity)
-    own.pop(SKIP_SAMPLES, None)
+    own_identity = dict(identity if stream is None else stream.identity)
+    own_identity.pop(SKIP_SAMPLES, None)
     where, unit = f"dataset_path={config.dataset_path!r}", f"{config.recipe.unit}s"
-    check_same_data(where, own | {SKIP_SAMPLES: holes.digest})
-    return TaskData(own, samples_per_epoch, num_loading_hosts, unit, tuple(notes), holes)
+    check_same_data(where, own_identity | {SKIP_SAMPLES: holes.digest})
+    return TaskData(own_identity, samples_per_epoch, num_loading_hosts, unit, tuple(notes), holes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,8 +303,8 @@ class OpenedPretraining:
         if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
             return None
         questions = [
-            Question(*one)
-            for one in broadcast(lambda: questions_of(stream) if stream is not None else [])
+            Question(*tokens)
+            for tokens in broadcast(lambda: questions_of(stream) if stream is not None else [])
         ]
         if not questions:
             return None
@@ -344,29 +344,33 @@ class PlannedPretraining:
         reads = self._reads(held_out)
         check_agreed(reads, "give every host the same files")
         with opened.context.sessions.during(TimePart.RESTORING):
-            found = self._find_reference(start, held_out)
+            reference = self._find_reference(start, held_out)
             # A checkpoint lacks the model that adapters adapt.
-            if start.is_new or (found and found.missing) or self.abstract.frozen is not None:
+            if (
+                start.is_new
+                or (reference and reference.missing)
+                or self.abstract.frozen is not None
+            ):
                 if config.load_full_state_path:
                     start.parameters.origin.source()
                 else:
                     start.parameters.open(self.abstract.model)
         manager = self.plan.manager
-        ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
+        stages_ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every
         # stage.
         steps = StepLadder(
             lambda shape: self.executable(step_name(shape), lambda: self.programs.step(shape)),
-            [stage for stage in ahead if stage.num_steps],
+            [stage for stage in stages_ahead if stage.num_steps],
             all_first=jax.process_count() > 1 or self.saved is not None,
             shapes=self.saved.shapes_for(manager.stages) if self.saved else None,
         )
-        return BuiltPretraining(opened, self, start, held_out, reads, found, steps)
+        return BuiltPretraining(opened, self, start, held_out, reads, reference, steps)
 
     def _open_held_out(self) -> ReadPart:
         """Returns the held-out data, none if the config has no eval."""
         config, opened = self.opened.context.config, self.opened
-        own, own_held_out = opened.parts.stream, opened.parts.eval_stream
+        own_stream, own_held_out = opened.parts.stream, opened.parts.eval_stream
         if config.eval_interval <= 0:
             return ReadPart(None, 0)
         held_out: Stream | None
@@ -374,8 +378,8 @@ class PlannedPretraining:
             held_out = None
         elif own_held_out is not None:
             held_out = as_held_out(own_held_out, config.stream)
-        elif own is not None and not config.eval_dataset_path:
-            held_out = held_out_of(own, config.stream)
+        elif own_stream is not None and not config.eval_dataset_path:
+            held_out = held_out_of(own_stream, config.stream)
         else:
             held_out = open_stream(config, split="eval")
         return ReadPart(
@@ -387,34 +391,35 @@ class PlannedPretraining:
         training data.
         """
         opened, config = self.opened, self.opened.context.config
-        own = held_out.stream.identity if held_out.stream is not None else {}
-        first = broadcast(lambda: own)
+        own_identity = held_out.stream.identity if held_out.stream is not None else {}
+        first = broadcast(lambda: own_identity)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
         key = key if opened.parts.eval_stream is None else "eval_stream"
         loads = opened.stream is not None
-        found = {
-            f"{name} of {key}": str(value) for name, value in (own if loads else first).items()
+        reads = {
+            f"{name} of {key}": str(value)
+            for name, value in (own_identity if loads else first).items()
         }
         given = code_of(opened.parts).items()
-        found |= {
+        reads |= {
             f"the file of {name}": code
             for name, code in given
             if getattr(opened.parts, name) is not None
         }
-        found |= opened.data.holes_read(config.skip_samples)
+        reads |= opened.data.holes_read(config.skip_samples)
         if self.saved:
-            found["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
+            reads["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
         if config.generate_prompt and not opened.is_own:  # the sample at the end
             tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
-            found["content of tokenizer_path"] = tokenizer.identity
-            found["end tokens of load_parameters_path"] = str(
+            reads["content of tokenizer_path"] = tokenizer.identity
+            reads["end tokens of load_parameters_path"] = str(
                 end_tokens(config.load_parameters_path)
             )
             if opened.recipe.has_answers:
                 # a tokenizer without a template writes no question of its own
                 with suppress(ConfigError):
-                    found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
-        return found
+                    reads["chat template of tokenizer_path"] = tokenizer.chat_template().identity
+        return reads
 
     def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference | None:
         opened, total = self.opened, self.plan.total_samples
@@ -517,24 +522,24 @@ class BuiltPretraining:
         has one.
         """
         opened = self.opened
-        found, streams = self.found_reference, (opened.stream, self.held_out.stream)
-        if found is None:
+        reference, streams = self.found_reference, (opened.stream, self.held_out.stream)
+        if reference is None:
             return streams
         with opened.context.sessions.during(TimePart.START_UP):
-            self._complete(found)
-        one, other = (stream and found.beside(stream) for stream in streams)
-        return one, other
+            self._complete(reference)
+        training, held_out = (stream and reference.beside(stream) for stream in streams)
+        return training, held_out
 
-    def _complete(self, found: FoundReference) -> None:
+    def _complete(self, reference: FoundReference) -> None:
         """Computes what a reference lacks, and writes its file if it has changed."""
         planned, context = self.planned, self.opened.context
-        if found.missing:
-            context.console.print(found.introduction)
+        if reference.missing:
+            context.console.print(reference.introduction)
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
             score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
-            found.complete(partial(reading, score, params))
-        file = found.changed_file()
+            reference.complete(partial(reading, score, params))
+        file = reference.changed_file()
         if file and is_first() and context.config.enable_checkpointing:
             context.folder.write(*file)
 
@@ -627,9 +632,9 @@ class RunningPretraining:
         background = self.opened.context.background
         model = adapted_shapes(self.opened.keys, self.planned.abstract)
         self.steps.compile_rest(background)
-        for one in (self.evaluator, self.answers):
-            if one:
-                one.compile(model, background, self.planned.executable)
+        for observer in (self.evaluator, self.answers):
+            if observer:
+                observer.compile(model, background, self.planned.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         params = self._adapted(state)
@@ -638,14 +643,14 @@ class RunningPretraining:
                 answers = self.answers(params)
                 if self.answers_log:
                     self.answers_log.write(step, answers)
-        found = self._eval_losses(state, params)
+        figures = self._eval_losses(state, params)
         if self.planned.score_tasks is not None:
             try:
-                found |= self.planned.score_tasks(params)
+                figures |= self.planned.score_tasks(params)
             # of a task, or of parameters that are not finite
             except (ConfigError, TrainingError) as error:
                 warn(f"step {step}: eval_tasks have no scores: {error}")
-        return found
+        return figures
 
     def _eval_losses(self, state: TrainState, params: State) -> dict[str, object]:
         """Returns the losses on held-out data; none if a user's rows raise on any host, which ends
@@ -685,8 +690,8 @@ class RunningPretraining:
         if config.generate_prompt and has_text and not context.stop.is_asked:
             params = self._adapted(state)
             try:
-                found = self._answer_sample(params) if opened.recipe.has_answers else None
-                text, asks = found or (self._text_sample(params), asks)
+                answer = self._answer_sample(params) if opened.recipe.has_answers else None
+                text, asks = answer or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"

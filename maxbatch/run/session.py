@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -47,9 +47,7 @@ from maxbatch.run.record.progress import RunProgress
 from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.run.resume import IN_RUN_DIR, Resume
 from maxbatch.run.task import B, Built, Dispatched, Opened, Running, ShowText, Start
-from maxbatch.run.weights.parameters import (
-    load_parameters,
-)
+from maxbatch.run.weights.parameters import load_parameters
 from maxbatch.system.errors import (
     ConfigError,
     DivergedError,
@@ -63,9 +61,6 @@ from maxbatch.system.errors import (
 from maxbatch.system.storage.watched_files import check_watched
 from maxbatch.system.terminal.folding import counted, folded
 from maxbatch.update.state import TrainState, num_parameters
-
-if TYPE_CHECKING:
-    pass
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -514,9 +509,11 @@ class Session(Generic[B]):
         resumed = f", resumed at {where}, from {self._restored_from}" if step else ""
         if is_taken_over:
             resumed = f", continues MaxText's run at {where}"
-        own = own_parts_of(self.config.own_parts)
-        of_model = f" of {own['model']}" if "model" in own else ""
-        stream = f"stream {own['stream']}" if "stream" in own else self.config.dataset_type
+        own_parts = own_parts_of(self.config.own_parts)
+        of_model = f" of {own_parts['model']}" if "model" in own_parts else ""
+        stream = (
+            f"stream {own_parts['stream']}" if "stream" in own_parts else self.config.dataset_type
+        )
         if not step and self._context.lines_cut:
             cut = counted(self._context.lines_cut, "update")
             resumed = f", begun anew: {cut} of an earlier start are in no checkpoint"

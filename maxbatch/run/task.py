@@ -46,20 +46,20 @@ class TaskData(NamedTuple):
         return {"content of skip_samples": self.holes.digest} if names_file(skip_samples) else {}
 
 
-def check_same_data(stated: str, own: Mapping[str, object]) -> None:
+def check_same_data(key_text: str, identity: Mapping[str, object]) -> None:
     """Checks that all hosts read the same data; all of them call it.
 
     Args:
-      stated: the key of the data and its value, as a message repeats them.
-      own: the identity of the data of this host; of the first host's if another one reads them.
+      key_text: the key of the data and its value, as a message repeats them.
+      identity: the identity of this host's data; of the first host's if another one reads them.
 
     Raises:
       ConfigError: the data of some hosts differ.
     """
     check_agreed(
-        {key: str(value) for key, value in own.items()},
+        {key: str(value) for key, value in identity.items()},
         "give every host the same files",
-        f"{stated}: ",
+        f"{key_text}: ",
     )
 
 

@@ -17,18 +17,18 @@ from maxbatch.system.hardware.cpu_devices import cpu_features
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
-def use_persistent_cache(stated: str, default: Path) -> None:
+def use_persistent_cache(cache_dir: str, default: Path) -> None:
     """Keeps compiled programs on disk, so that later starts are faster.
 
     A user's own JAX cache (`JAX_COMPILATION_CACHE_DIR`) is not changed. All hosts call it.
 
     Args:
-      stated: `compilation_cache_dir`.
+      cache_dir: `compilation_cache_dir`.
       default: the folder, if none is stated.
     """
-    is_ours = stated != "none" and not os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    is_ours = cache_dir != "none" and not os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if is_ours:
-        folder = Path(os.path.expanduser(stated or default))
+        folder = Path(os.path.expanduser(cache_dir or default))
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

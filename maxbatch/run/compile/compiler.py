@@ -51,12 +51,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def shortage_in(message: str) -> Shortage:
     """Parses the lack of memory from a compiler's message."""
-    found = next(filter(None, (re.search(pattern, message) for pattern in _WANTED)), None)
-    if found is None:
+    shortage = next(filter(None, (re.search(pattern, message) for pattern in _WANTED)), None)
+    if shortage is None:
         named = re.search(r"in memory space (\w+)", message)
         return Shortage(named[1].lower() if named else HBM)
     return Shortage(
-        found["space"].lower(), _num_bytes(found["needed"]), _num_bytes(found["available"])
+        shortage["space"].lower(), _num_bytes(shortage["needed"]), _num_bytes(shortage["available"])
     )
 
 

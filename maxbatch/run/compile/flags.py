@@ -136,13 +136,13 @@ def _libtpu() -> tuple[int, ...]:
     return tuple(map(int, numbers[:3])) or (sys.maxsize,)
 
 
-def state_flags(stated: str, cache_dir: str, version: str | None = None) -> None:
+def state_flags(libtpu_flags: str, cache_dir: str, version: str | None = None) -> None:
     """Sets the user's own flags for this process; `LIBTPU_INIT_ARGS` overrides `libtpu_flags`.
 
     Must be called before JAX starts its backends. `flags_in_force` adds our flags.
 
     Args:
-      stated: `libtpu_flags`.
+      libtpu_flags: the key of that name.
       cache_dir: `data_cache_dir`.
       version: the target TPU, such as `v5p`; None: this machine's.
 
@@ -154,14 +154,14 @@ def state_flags(stated: str, cache_dir: str, version: str | None = None) -> None
         return
     ours = flags_of(version)
     held = {
-        name: value for name, value in _stated(stated).items() if ours.get(name) != value
+        name: value for name, value in _stated(libtpu_flags).items() if ours.get(name) != value
     } | _held()
-    if own := {name: value for name, value in held.items() if name != _ADDED_BY_JAX}:
-        _try(own, version, cache_dir)
+    if users_flags := {name: value for name, value in held.items() if name != _ADDED_BY_JAX}:
+        _try(users_flags, version, cache_dir)
     os.environ[VARIABLE] = text_of(held)
 
 
-def flags_in_force(stated: str, devices: Sequence[jax.Device]) -> str:
+def flags_in_force(libtpu_flags: str, devices: Sequence[jax.Device]) -> str:
     """Returns `libtpu_flags` as in force on devices: ours for `auto`, below `LIBTPU_INIT_ARGS`.
 
     Drops our unsupported flags with a warning. Without TPUs, returns the text unchanged. All hosts
@@ -175,13 +175,16 @@ def flags_in_force(stated: str, devices: Sequence[jax.Device]) -> str:
 
     version = _version_of(devices)
     if version is None:
-        return stated
-    own = _held()
-    own.pop(_ADDED_BY_JAX, None)
-    is_auto = stated == AUTO
-    wanted = flags_of(version) if is_auto else _stated(stated)
+        return libtpu_flags
+    held = _held()
+    held.pop(_ADDED_BY_JAX, None)
+    is_auto = libtpu_flags == AUTO
+    wanted = flags_of(version) if is_auto else _stated(libtpu_flags)
     refused = _refused(
-        {name: value for name, value in wanted.items() if name not in own}, own, stated, devices
+        {name: value for name, value in wanted.items() if name not in held},
+        held,
+        libtpu_flags,
+        devices,
     )
     if refused and not is_auto:
         raise _refusal(next(iter(refused)), version, "libtpu_flags")
@@ -190,7 +193,7 @@ def flags_in_force(stated: str, devices: Sequence[jax.Device]) -> str:
             f"the TPU compiler (libtpu {_libtpu_name()}) does not take {name}={wanted.pop(name)} "
             f"for a {version}; compiling without it"
         )
-    in_force = text_of(wanted | own) or NONE
+    in_force = text_of(wanted | held) or NONE
     texts = gather(in_force)
     if differing := [host for host, text in enumerate(texts) if text != texts[0]]:
         raise ConfigError(
@@ -215,12 +218,12 @@ def program_options(
     """
     if _version_of(devices) is None:
         return {}
-    own, stated = _held(), _stated(libtpu_flags)
-    wanted = _LITTLE_EFFORT if stated and program in _QUICKLY_COMPILED else stated
+    held, flags = _held(), _stated(libtpu_flags)
+    wanted = _LITTLE_EFFORT if flags and program in _QUICKLY_COMPILED else flags
     return {
         name.removeprefix("--"): "true" if value is None else value
         for name, value in wanted.items()
-        if name not in own
+        if name not in held
     }
 
 
@@ -229,11 +232,14 @@ def _version_of(devices: Sequence[jax.Device]) -> str | None:
     if devices[0].platform != "tpu":
         return None
     chip = chip_of(devices[0].device_kind)
-    return next((version for version, one in TPUS.items() if one is chip), None)
+    return next((version for version, known_chip in TPUS.items() if known_chip is chip), None)
 
 
 def _refused(
-    flags: Mapping[str, str | None], own: Iterable[str], stated: str, devices: Sequence[jax.Device]
+    flags: Mapping[str, str | None],
+    held: Iterable[str],
+    libtpu_flags: str,
+    devices: Sequence[jax.Device],
 ) -> dict[str, str | None]:
     """Returns the flags that the compiler does not support, by a trial program of one addition for
     one device.
@@ -245,7 +251,9 @@ def _refused(
 
     from maxbatch.run.compile.cache import without_persistent_cache
 
-    here = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
+    here = next(
+        (device for device in devices if device.process_index == jax.process_index()), devices[0]
+    )
     with without_persistent_cache():
         lowered = _trial_program(here)
         left, refused = dict(flags), dict[str, str | None]()
@@ -259,9 +267,9 @@ def _refused(
             except jax.errors.JaxRuntimeError as error:
                 named = named_flags(str(error), left)
                 if not named:
-                    if mine := named_flags(str(error), own):
+                    if mine := named_flags(str(error), held):
                         raise _refusal(
-                            mine[0], _version_of(devices) or "", _source(mine[0], stated)
+                            mine[0], _version_of(devices) or "", _source(mine[0], libtpu_flags)
                         ) from error
                     return refused  # another cause; the first program's error will name it
                 refused |= {name: left.pop(name) for name in named}

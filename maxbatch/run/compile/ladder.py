@@ -28,9 +28,11 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
 
     The first runs every stage; others follow for long stages and the last stage if they differ.
     """
-    own = [s for s in stages if s is stages[-1] or (s.num_steps or 0) >= LONG_STAGE]
-    planned, of_own = ([s.micro_batch_size_to_train_on for s in some] for some in (stages, own))
-    micro_batches = dict.fromkeys((math.gcd(*planned), *of_own))
+    long_stages = [s for s in stages if s is stages[-1] or (s.num_steps or 0) >= LONG_STAGE]
+    sizes, long_sizes = (
+        [s.micro_batch_size_to_train_on for s in some] for some in (stages, long_stages)
+    )
+    micro_batches = dict.fromkeys((math.gcd(*sizes), *long_sizes))
     return [BatchShape(m, -(-largest_batch(m, stages) // m)) for m in micro_batches]
 
 
@@ -90,14 +92,14 @@ class StepLadder:
         else the coarsest shape that can run the stage.
         """
         if not opens_stage:
-            ahead = {
+            sizes_ahead = {
                 s.micro_batch_size_to_train_on
                 for s in self._stages
                 if s.threshold >= stage.threshold
             }
             for shape in list(self._ready):
                 room = shape.micro_batch * shape.max_micro_batches
-                is_wanted = shape not in self._warm and shape.micro_batch in ahead
+                is_wanted = shape not in self._warm and shape.micro_batch in sizes_ahead
                 if is_wanted and stage.global_batch_size <= room:
                     self._warm.append(shape)
                     return shape
@@ -107,10 +109,12 @@ class StepLadder:
         """Returns a line for users: the sizes of the compiled micro-batches and the stages that
         they run.
         """
-        first, *own = (shape.micro_batch for shape in self._warm + self._later)
-        use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
+        first, *long_sizes = (shape.micro_batch for shape in self._warm + self._later)
+        use = dict.fromkeys(long_sizes, f"stages of {LONG_STAGE} updates or more")
         use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"
-        others = "".join(f", of {size} ({stages})" for size, stages in use.items() if size in own)
+        others = "".join(
+            f", of {size} ({stages})" for size, stages in use.items() if size in long_sizes
+        )
         return f"compiled for micro-batches of {first} (any stage){others}"
 
     def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:

@@ -39,10 +39,10 @@ _MOST_BYTES = 4 << 30  # bound of one program
 def versions(platform: str) -> dict[str, str]:
     """Returns the versions that determine programs: compilers and our source code."""
     packages = ["jax", "jaxlib", "flax", "optax"] + ["libtpu"] * (platform == "tpu")
-    found = {name: importlib.metadata.version(name) for name in packages}
+    software = {name: importlib.metadata.version(name) for name in packages}
     if platform == "cpu":
-        found["cpu"] = _hash(cpu_features().encode())
-    return {**found, "source": _source_hash()}
+        software["cpu"] = _hash(cpu_features().encode())
+    return {**software, "source": _source_hash()}
 
 
 @functools.cache
@@ -114,9 +114,9 @@ def _identity(
     }
 
 
-def _shape(stated: Sequence[int]) -> BatchShape:
+def _shape(numbers: Sequence[int]) -> BatchShape:
     """Parses a shape in a manifest; raises TypeError or RefusedContent."""
-    shape = BatchShape(*stated)
+    shape = BatchShape(*numbers)
     if not all(type(size) is int and size > 0 for size in shape):
         raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers above 0")
     return shape
@@ -140,9 +140,9 @@ class SavedPrograms:
         self._folder = self._for_machine(devices)
         try:
             manifest = read_json(self._folder / MANIFEST, MANIFEST)
-            found = manifest["format"]
-            if found == FORMAT:
-                self.shapes = [_shape(stated) for stated in manifest["shapes"]]
+            stored_format = manifest["format"]
+            if stored_format == FORMAT:
+                self.shapes = [_shape(numbers) for numbers in manifest["shapes"]]
                 self._sums: dict[str, str] = dict(manifest["programs"])
                 there = {part: dict(manifest[part]) for part in here}
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -155,10 +155,11 @@ class SavedPrograms:
                 f"compiled_dir={folder}: holds no compiled programs ({why}); "
                 f'works: compiled_dir="", or maxbatch compile --output {folder}'
             ) from error
-        if found != FORMAT:
+        if stored_format != FORMAT:
             raise ConfigError(
-                f"compiled_dir={folder}: holds programs in format {shown(str(found))}, and this version of maxbatch "
-                f'reads format {FORMAT}; compile again, or works: compiled_dir=""'
+                f"compiled_dir={folder}: holds programs in format {shown(str(stored_format))}, and "
+                f"this version of maxbatch reads format {FORMAT}; compile again, or works: "
+                'compiled_dir=""'
             )
         differing = [
             f"{shown(key)}: {shown(str(there[part].get(key)))} there, "
@@ -182,10 +183,10 @@ class SavedPrograms:
         if not (smaller / MANIFEST).is_file():
             return self._folder
         try:
-            stated = read_json(self._folder / MANIFEST, MANIFEST)["devices"]
+            facts = read_json(self._folder / MANIFEST, MANIFEST)["devices"]
         except (OSError, ValueError, TypeError, KeyError):
             return self._folder  # refused later, by name
-        return self._folder if stated == device_facts(devices) else smaller
+        return self._folder if facts == device_facts(devices) else smaller
 
     def shapes_for(self, stages: Sequence[Stage]) -> list[BatchShape]:
         """Returns the shapes of the steps of a run.

@@ -142,14 +142,14 @@ def parse_slice(topology: str) -> Slice:
             f"works: --topology {Slice(nearest, _nearest_layout(nearest, layout))}"
         )
     axes, nearest_layout = _VERSIONS[version].axes, _nearest_layout(version, layout)
-    found = Slice(version, nearest_layout)
-    if str(found) != f"{version}:{layout}":
+    rounded = Slice(version, nearest_layout)
+    if str(rounded) != f"{version}:{layout}":
         rule = f"chips along {'three axes' if axes == 3 else 'two axes'}, in hosts of 2x2"
         raise ConfigError(
             f"--topology {shown(topology)}: must be {version}:{'XxYxZ'[: 2 * axes - 1]}, {rule}; "
-            f"works: --topology {found}"
+            f"works: --topology {rounded}"
         )
-    return found
+    return rounded
 
 
 def stated_slice(topology: str) -> Slice:
@@ -172,8 +172,8 @@ def _named_slice(name: str) -> Slice:
     """Returns the slice of Google's name, in its default shape; raises ConfigError with the nearest
     name.
     """
-    stated, _, text = name.strip().lower().partition("-")
-    version = _ALIASES.get(stated, stated)
+    family, _, text = name.strip().lower().partition("-")
+    version = _ALIASES.get(family, family)
     cores, number = _VERSIONS[version].cores, int(text[:9])
     layouts = {math.prod(layout) * cores: layout for layout in _default_layouts(version)}
     if len(text) > 9 or number not in layouts:
@@ -183,7 +183,7 @@ def _named_slice(name: str) -> Slice:
         known = first_of(sizes, 8) + (f", the last {sizes[-1]}" if len(sizes) > 8 else "")
         raise ConfigError(
             f"--topology {shown(name)}: no {version} slice of {shown(text)} {unit} is sold; there "
-            f"are {known}; works: --topology {stated}-{nearest}"
+            f"are {known}; works: --topology {family}-{nearest}"
         )
     return Slice(version, layouts[number])
 

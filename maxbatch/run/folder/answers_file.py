@@ -25,9 +25,9 @@ def read_answers(run_dir: AnyPath) -> tuple[int, list[Answer]] | None:
       ConfigError: the file cannot be read.
     """
     for record in reversed(read_step_log(run_dir / ANSWERS_FILE)):
-        found = record.get("answers")
-        if isinstance(found, list) and found and all(map(_is_answer, found)):
-            return record["step"], [Answer(**one) for one in found]
+        answers = record.get("answers")
+        if isinstance(answers, list) and answers and all(map(_is_answer, answers)):
+            return record["step"], [Answer(**answer) for answer in answers]
     return None
 
 

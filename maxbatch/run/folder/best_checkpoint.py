@@ -36,8 +36,10 @@ def read_best(checkpoints: AnyPath) -> BestCheckpoint | None:
       ConfigError: its content is invalid.
     """
 
-    def parse(found: dict[str, object]) -> BestCheckpoint:
-        step, eval_loss, is_extra = (checked(found, _FORM)[name] for name in BestCheckpoint._fields)
+    def parse(fields: dict[str, object]) -> BestCheckpoint:
+        step, eval_loss, is_extra = (
+            checked(fields, _FORM)[name] for name in BestCheckpoint._fields
+        )
         return BestCheckpoint(step, float(eval_loss), is_extra)
 
     file = checkpoints / BEST

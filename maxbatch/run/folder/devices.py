@@ -46,7 +46,7 @@ def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
     """Returns the devices that a run trained on, oldest first; none if the run recorded none."""
 
     def parse(entries: object) -> list[DevicesUsed]:
-        found: list[dict[str, Any]] = checked(entries, [_SHAPE])
-        return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in found]
+        sessions: list[dict[str, Any]] = checked(entries, [_SHAPE])
+        return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in sessions]
 
     return read_json(run_dir / DEVICES_FILE, "restore it, or remove it", parse) or []

@@ -154,7 +154,7 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
         for line in read_lines(run_dir / METRICS_FILE)
         if not (step := _STEP.match(line)) or int(step[1]) > after
     )
-    found = {}
+    times = {}
     for record in filter(None, map(parse_line, late)):
         whole, waited = (record.get(name) for name in (Metric.STEP_TIME_S, Metric.DATA_WAIT_S))
         if (
@@ -163,8 +163,8 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
             and type(waited) is float
             and min(whole, waited) >= 0
         ):
-            found[record["step"]] = UpdateSeconds(whole, min(whole, waited))
-    return found
+            times[record["step"]] = UpdateSeconds(whole, min(whole, waited))
+    return times
 
 
 def read_step_log(path: AnyPath) -> list[Record]:

@@ -81,16 +81,16 @@ class MetricsLog(StepLog):
         super().__init__(folder, METRICS_FILE, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
-        found: dict[int, list[tuple[bytes, Record]]] = defaultdict(list)
+        by_step: dict[int, list[tuple[bytes, Record]]] = defaultdict(list)
         for line in lines:
             record = parse_line(line)
             if record and not wrong_field(record):
-                found[record["step"]].append((line, record))
+                by_step[record["step"]].append((line, record))
         kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
-        start = min(found, default=step + 1) if self._is_fork else 1 + self._taken_over
-        for number in sorted(number for number in found if start <= number <= step):
-            sound = [one for one in found[number] if self._agrees(one[1], before, step)]
-            if len(sound) == len(found[number]) == 1:
+        start = min(by_step, default=step + 1) if self._is_fork else 1 + self._taken_over
+        for number in sorted(number for number in by_step if start <= number <= step):
+            sound = [entry for entry in by_step[number] if self._agrees(entry[1], before, step)]
+            if len(sound) == len(by_step[number]) == 1:
                 sure.add(number)
             if sound:
                 line, before = sound[0]

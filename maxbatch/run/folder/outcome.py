@@ -38,8 +38,8 @@ def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
 def read_outcome(run_dir: AnyPath) -> RecordedOutcome | None:
     """Returns how a run ended; None if it has not ended."""
 
-    def parse(found: dict[str, str]) -> RecordedOutcome:
-        checked(found, {"status": str, "reason": str})
-        return RecordedOutcome(Status(found["status"]), found["reason"])
+    def parse(fields: dict[str, str]) -> RecordedOutcome:
+        checked(fields, {"status": str, "reason": str})
+        return RecordedOutcome(Status(fields["status"]), fields["reason"])
 
     return read_json(run_dir / OUTCOME_FILE, "restore it, or remove it to train again", parse)

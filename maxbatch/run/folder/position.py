@@ -201,7 +201,7 @@ class CheckpointRecord(NamedTuple):
         saved["position"] = self.position.to_json()
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             if stored is not None:
-                saved[part] = {name: one._asdict() for name, one in stored.items()}
+                saved[part] = {name: form._asdict() for name, form in stored.items()}
         if self.origin is not None:
             saved["origin"] = self.origin._asdict()
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
@@ -217,12 +217,12 @@ class CheckpointRecord(NamedTuple):
         """
         position = Position.from_json(saved["position"])
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
-        ahead, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
+        ahead_hash, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
         if not (
             position.is_consistent
             and 1 <= num_loading_hosts <= num_hosts
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
-            and all(isinstance(text, str | None) for text in (ahead, run_id, line))
+            and all(isinstance(text, str | None) for text in (ahead_hash, run_id, line))
         ):
             raise ValueError("out of range")
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
@@ -235,7 +235,7 @@ class CheckpointRecord(NamedTuple):
             hosts,
             parameters,
             average,
-            ahead,
+            ahead_hash,
             run_id,
             origin,
             line,
@@ -260,8 +260,10 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     path = checkpoint / "position" / "metadata"
     try:
         saved = _saved(path)
-        own = saved.pop(_OWN_CHECKSUM, None)
-        if _checksum(saved) != own and not (own is None and saved.keys() == _OLD_FIELDS):
+        own_checksum = saved.pop(_OWN_CHECKSUM, None)
+        if _checksum(saved) != own_checksum and not (
+            own_checksum is None and saved.keys() == _OLD_FIELDS
+        ):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -270,7 +272,7 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     is_in_run = checkpoint.parent.name == "checkpoints" and is_step(checkpoint.name)
     if is_in_run and step != int(checkpoint.name):
         raise DamagedError(f"it states step {step}")
-    if own is None and is_in_run:
+    if own_checksum is None and is_in_run:
         recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:
             raise DamagedError(
@@ -358,9 +360,9 @@ def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
         return None
     return {
         str(name): StoredParameter(
-            tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"])
+            tuple(map(_whole, form["shape"])), str(form["dtype"]), _word(form["checksum"])
         )
-        for name, one in saved.items()
+        for name, form in saved.items()
     }
 
 

@@ -76,7 +76,7 @@ def read_identity(run_dir: AnyPath) -> RunIdentity | None:
     """
     path = run_dir / RUN_FILE
     try:
-        found = checked(bounded.read_json(path, str(path), finite=False), _SHAPE)
+        fields = checked(bounded.read_json(path, str(path), finite=False), _SHAPE)
     except (FileNotFoundError, bounded.RefusedContent, ValueError, TypeError):
         return None
-    return RunIdentity(**{name: found[name] for name in _SHAPE})
+    return RunIdentity(**{name: fields[name] for name in _SHAPE})

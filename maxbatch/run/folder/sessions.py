@@ -91,10 +91,10 @@ class Session(NamedTuple):
 
     def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
         """Returns the session with min(seconds, all that `source` has) moved to `target`."""
-        found = min(max(seconds, 0.0), self.seconds[source])
+        moved_s = min(max(seconds, 0.0), self.seconds[source])
         changed = dict(self.seconds)
-        changed[source] -= found
-        changed[target] += found
+        changed[source] -= moved_s
+        changed[target] += moved_s
         return self._replace(seconds=changed)
 
 
@@ -123,23 +123,25 @@ def read_sessions(run_dir: AnyPath) -> list[Session]:
       ConfigError: the file cannot be read.
     """
     return [
-        found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None
+        session
+        for line in read_lines(run_dir / SESSIONS_FILE)
+        if (session := _parse(line)) is not None
     ]
 
 
 def _parse(line: bytes) -> Session | None:
     try:
-        found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
-        seconds = {part.value: float(found["seconds"][part]) for part in TimePart}
-        later = checked({name: found.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
+        fields: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
+        seconds = {part.value: float(fields["seconds"][part]) for part in TimePart}
+        later = checked({name: fields.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
         if later["versions"] is not None:
             checked(later["versions"], {str: str}, "versions")
         if later["changed"] is not None:
             checked(later["changed"], {str: [str | None]}, "changed")
-        saved = found.get("saved_step", UNKNOWN_STEP)
+        saved = fields.get("saved_step", UNKNOWN_STEP)
         if saved != UNKNOWN_STEP:
             checked(saved, int | None)
-        named = {name: found[name] for name in _SHAPE} | later
+        named = {name: fields[name] for name in _SHAPE} | later
         session = Session(**named | {"seconds": seconds, "saved_step": saved})
         return session if _is_possible(session) else None
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -153,8 +155,8 @@ def _is_possible(session: Session) -> bool:
     first, last = session.first_step or 1, session.last_step
     return (
         all(
-            0 <= one <= _LATEST
-            for one in (*session.seconds.values(), session.started, session.ended)
+            0 <= number <= _LATEST
+            for number in (*session.seconds.values(), session.started, session.ended)
         )
         and min(session.hosts, session.devices) >= 1
         and max(session.hosts, session.devices) <= _MOST_STEPS
@@ -210,15 +212,16 @@ def lost_updates(sessions: Sequence[Session]) -> list[int]:
 def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> MeasuredTimes:
     """Returns the mean times of a run whose checkpoints were `checkpoint_period` updates apart."""
     trained = [
-        one
-        for one in sessions
-        if one.first_step and one.last_step and one.first_step <= one.last_step
+        session
+        for session in sessions
+        if session.first_step and session.last_step and session.first_step <= session.last_step
     ]
     seconds = total_seconds(trained)
-    steps = sum((one.last_step or 0) - (one.first_step or 0) + 1 for one in trained)
+    steps = sum((session.last_step or 0) - (session.first_step or 0) + 1 for session in trained)
     saves = sum(
-        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period
-        for one in trained
+        (session.last_step or 0) // checkpoint_period
+        - ((session.first_step or 1) - 1) // checkpoint_period
+        for session in trained
     )
     starts = (
         TimePart.SINCE_SESSION_BEFORE,
@@ -253,17 +256,17 @@ def resumed(
       times: of updates by their number: of those after the last line of `sessions`, and of those
         after `step`.
     """
-    found = list(sessions)
-    if found:
-        found[-1] = _completed(found[-1], now, times)
+    completed = list(sessions)
+    if completed:
+        completed[-1] = _completed(completed[-1], now, times)
     last_kept = math.inf  # of the sessions before the current one: later sessions trained the rest
-    for index in reversed(range(len(found))):
-        first, last = found[index].first_step, found[index].last_step
+    for index in reversed(range(len(completed))):
+        first, last = completed[index].first_step, completed[index].last_step
         if first is None or last is None:
             continue
-        found[index] = _without(found[index], first, min(last, last_kept), step, times)
+        completed[index] = _without(completed[index], first, min(last, last_kept), step, times)
         last_kept = min(last_kept, first - 1)
-    return found
+    return completed
 
 
 def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds]) -> Session:
@@ -273,8 +276,8 @@ def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds])
     late: list[UpdateSeconds] = []
     while (session.last_step + len(late) + 1) in times:
         late.append(times[session.last_step + len(late) + 1])
-    waited = min(sum(one.waited for one in late), sum(one.whole for one in late))
-    whole = sum(one.whole for one in late)
+    waited = min(sum(update.waited for update in late), sum(update.whole for update in late))
+    whole = sum(update.whole for update in late)
     # of the first of them, counted by then
     under_way = min(session.seconds[TimePart.UPDATES_LOST], whole)
     room = max(0.0, now - session.ended)
@@ -302,7 +305,9 @@ def _without(
     if step < first:
         return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, math.inf)
     mean = session.seconds[TimePart.UPDATES_KEPT] / (last - first + 1)
-    lost = [one.whole - one.waited for number, one in times.items() if step < number <= last]
+    lost = [
+        update.whole - update.waited for number, update in times.items() if step < number <= last
+    ]
     seconds = sum(lost) + mean * (last - step - len(lost))
     return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, seconds)
 

@@ -41,7 +41,7 @@ def questions_of(stream: Stream) -> list[Question]:
     """
     length = _MOST_QUESTIONS * _ROWS_PER_QUESTION
     rows = stream.read(0, min(length, stream.samples_per_epoch or length))
-    found = []
+    questions = []
     for tokens, segments, weights in zip(
         rows["tokens"], rows["segments"], rows["weights"], strict=True
     ):
@@ -51,8 +51,8 @@ def questions_of(stream: Stream) -> list[Question]:
             continue
         rest = trained[begin:]
         end = begin + (int(np.argmin(rest)) if not rest.all() else len(rest))
-        found.append(Question(tokens[:begin].tolist(), tokens[begin:end].tolist()))
-    return found[:_MOST_QUESTIONS]
+        questions.append(Question(tokens[:begin].tolist(), tokens[begin:end].tolist()))
+    return questions[:_MOST_QUESTIONS]
 
 
 class Answers(Protocol):

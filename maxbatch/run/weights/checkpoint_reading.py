@@ -206,15 +206,15 @@ class StoredCheckpoint:
     def identity(self) -> str:
         """A hash of its step, its model, its arrays' checksums and its run's origin."""
         record = self.record
-        parts = (
+        contents = (
             record.position.step,
             record.checksum,
             record.parameters,
             record.average,
             record.identity["model"],
         )
-        stated = json.dumps([*parts, record.origin and record.origin.identity], sort_keys=True)
-        return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
+        facts = json.dumps([*contents, record.origin and record.origin.identity], sort_keys=True)
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def identity_like(self, other: str) -> str:
         """Returns the identity; checkpoints have only one form."""
@@ -342,14 +342,14 @@ class StoredCheckpoint:
         return state._replace(average=average)
 
     def _restore(self, item: str, abstract: TreeOf, partial: bool = False) -> TreeOf:
-        found, damage = read_together(
+        tree, damage = read_together(
             lambda: read_item(self.folder / item, abstract, partial), self.folder
         )
         if damage and OTHER_ARRAYS in damage:
             raise self._other_arrays(item, damage)
-        if damage or found is None:
+        if damage or tree is None:
             raise _damaged(self.folder, damage or "it holds nothing")
-        return found
+        return tree
 
     def _other_arrays(self, item: str, why: str) -> ConfigError:
         if item == "params" and self.record.parameters is not None:  # shapes agree with the model

@@ -208,10 +208,10 @@ class Save:
 
     def _remove(self, step: int) -> None:
         """Removes a checkpoint, which never counts with only some of its files."""
-        folder, own = self._folder / str(step), self._own(step)
+        folder, removed = self._folder / str(step), self._own(step)
         if is_remote(folder):
             (folder / COMMITTED_FILE).unlink(missing_ok=True)
             remove_tree(folder)
         elif folder.exists():
-            move_tree(folder, own)
-            remove_tree(own)
+            move_tree(folder, removed)
+            remove_tree(removed)

@@ -176,11 +176,11 @@ class Checkpoints:
 
     def _mend_best(self, position: Position) -> None:
         """Writes `checkpoints/best` if the writer was killed between a checkpoint and this file."""
-        best, stated = position.best_eval, read_best(self._folder)
+        best, marked = position.best_eval, read_best(self._folder)
         folder = self._folder / str(best.step)
         if (
             best.loss is None
-            or (stated and stated.step == best.step)
+            or (marked and marked.step == best.step)
             or not folder.is_dir()
             or not is_committed(folder)
         ):
@@ -403,8 +403,8 @@ class Checkpoints:
 
     def _read_best(self) -> BestCheckpoint | None:
         """Returns the content of `checkpoints/best`, as the first host reads it."""
-        stated = broadcast(self._stated_best)
-        return BestCheckpoint(*stated) if stated else None
+        fields = broadcast(self._stated_best)
+        return BestCheckpoint(*fields) if fields else None
 
     def _stated_best(self) -> BestCheckpoint | None:
         return None if foreign_best(self._folder) else read_best(self._folder)
@@ -440,7 +440,7 @@ class Checkpoints:
         One that was saved for its eval loss alone counts for none of the newest, and goes once
         another one is better.
         """
-        extra = {one.step for one in (best, self._best) if one and one.is_extra}
+        extra = {saved.step for saved in (best, self._best) if saved and saved.is_extra}
         counted = [step for step in steps if step not in extra]
         old = counted[: -self._keep] if self._keep else []
         old += sorted(extra - {steps[-1]})

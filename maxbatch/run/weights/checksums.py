@@ -66,14 +66,14 @@ def checksums_by(
     takes_turns = must_take_turns(list(devices))
 
     def sums_of_run(arrays: list[jax.Array]) -> jax.Array:
-        found = program(arrays)
-        return jax.block_until_ready(found) if takes_turns else found
+        sums = program(arrays)
+        return jax.block_until_ready(sums) if takes_turns else sums
 
     def sums_of(arrays: Tree) -> np.ndarray:
         leaves = jax.tree.leaves(arrays)
-        found = [sums_of_run([leaves[place] for place in places]) for places in runs]
+        sums_of_runs = [sums_of_run([leaves[place] for place in places]) for places in runs]
         sums = np.zeros(len(leaves), np.uint32)
-        for places, of_run in zip(runs, jax.device_get(found), strict=True):
+        for places, of_run in zip(runs, jax.device_get(sums_of_runs), strict=True):
             sums[places] = of_run
         return sums
 
@@ -105,8 +105,8 @@ def damage_of_parameters(
     names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     differing = [
         name
-        for name, found in zip(names, sums, strict=False)
-        if name not in stored or stored[name].checksum != int(found)
+        for name, checksum in zip(names, sums, strict=False)
+        if name not in stored or stored[name].checksum != int(checksum)
     ]
     return f"{differing[0]} does not match its checksum" if differing else None
 

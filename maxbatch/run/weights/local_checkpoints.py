@@ -135,18 +135,18 @@ class LocalCheckpoints:
         for host, steps in enumerate(gather(torn)):
             self._damages |= {int(step): f"{why} on host {host}" for step, why in steps.items()}
         offers = [
-            [one for one in offered if self._is_own(CheckpointRecord.from_json(one[0]))]
+            [offer for offer in offered if self._is_own(CheckpointRecord.from_json(offer[0]))]
             for offered in offers
         ]
-        found: dict[str, LocalState] = {}
+        states: dict[str, LocalState] = {}
         for host, offered in enumerate(offers):
             for saved, forms, names in offered:
                 arrays = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in forms)
                 nothing = [set[str]() for _ in offers]
                 state = LocalState(CheckpointRecord.from_json(saved), arrays, nothing)
-                found.setdefault(_key(state.record, arrays), state).held[host].update(names)
+                states.setdefault(_key(state.record, arrays), state).held[host].update(names)
         whole = []
-        for state in sorted(found.values(), key=lambda state: -state.step):
+        for state in sorted(states.values(), key=lambda state: -state.step):
             if why := self._fault(state):
                 self._damages[state.step] = why
             else:
@@ -380,7 +380,7 @@ def _needs_a_copy(leaf: Any) -> bool:
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         holders[spans_of(index, leaf.shape)].add(unit(device))
     has_others = len({unit(device) for device in devices}) > 1
-    return has_others and any(len(found) < 2 for found in holders.values())
+    return has_others and any(len(units) < 2 for units in holders.values())
 
 
 def _next_places(sharding: NamedSharding) -> list[int]:

@@ -96,7 +96,7 @@ def open_origin(
       ConfigError: there is no such source, its content differs from the pin, or the hosts' sources
         differ.
     """
-    stated = f"{key}={shown(repr(path))}"
+    named = f"{key}={shown(repr(path))}"
     step = pin.step if pin else broadcast(lambda: _named_step(path))
     checkpoints = None if step is None else _checkpoints_of(path)
     if step is None or checkpoints is None:
@@ -104,13 +104,13 @@ def open_origin(
     else:
         held = f"{whose} started from it" if pin else "the first host has it"
         newest = partial(_named_step, path) if pin is None else lambda: None
-        source = _open_step(open_at, checkpoints, step, newest, stated, held)
-    _refuse_different(stated, gather([type(source).__name__, source.step]))
+        source = _open_step(open_at, checkpoints, step, newest, named, held)
+    _refuse_different(named, gather([type(source).__name__, source.step]))
     identity = source.identity_like(pin.identity) if pin else source.identity
-    _refuse_different(stated, gather(identity))
+    _refuse_different(named, gather(identity))
     if pin and identity != pin.identity:
         raise ConfigError(
-            f"{stated}: is not the model that {whose} started from ({shown(str(pin), 300)}); put "
+            f"{named}: is not the model that {whose} started from ({shown(str(pin), 300)}); put "
             "that one back, or name a copy of it"
         )
     origin = broadcast(lambda: Origin(key, path, identity, source.step))
@@ -122,7 +122,7 @@ def _open_step(
     checkpoints: AnyPath,
     step: int,
     newest: Callable[[], int | None],
-    stated: str,
+    named: str,
     held: str,
 ) -> Source:
     """Opens a run's checkpoint of a step, or a newer one if its run removes that one meanwhile; all
@@ -138,18 +138,18 @@ def _open_step(
         step = newer
     if source is None:
         raise ConfigError(
-            f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest "
+            f"{named}: has no checkpoint of step {step}, and {held}; a run keeps only its newest "
             "ones (max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
         )
     return source
 
 
-def _refuse_different(stated: str, found: list[object]) -> None:
-    differing = [f"host {host}" for host, one in enumerate(found) if one != found[0]]
+def _refuse_different(named: str, facts: list[object]) -> None:
+    differing = [f"host {host}" for host, fact in enumerate(facts) if fact != facts[0]]
     if differing:
         verb = "differs" if len(differing) == 1 else "differ"
         raise ConfigError(
-            f"{stated}: the hosts have different models there ({', '.join(differing[:8])} {verb} "
+            f"{named}: the hosts have different models there ({', '.join(differing[:8])} {verb} "
             "from host 0); give every host the same files"
         )
 
@@ -258,10 +258,10 @@ class RunOrigin:
                 return value
 
     def _take_newer(self, removed: Source, error: RemovedError) -> None:
-        stated = f"{self._key}={shown(repr(self._path))}"
+        named = f"{self._key}={shown(repr(self._path))}"
         if self._is_resumed or self._has_read:
             raise ConfigError(
-                f"{stated}: its run removed the checkpoint of step {removed.step} while it was "
+                f"{named}: its run removed the checkpoint of step {removed.step} while it was "
                 f"read, and the run in run_dir={self._run_dir} started from it; put that "
                 "checkpoint back, or name a copy of it"
             ) from error

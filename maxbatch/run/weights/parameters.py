@@ -256,10 +256,10 @@ def placed(params: State, where: Mesh | jax.Device) -> State:
         shardings = parameter_shardings(params, where)
     else:
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(where), params)
-    found: State = jax.tree.map(
+    placed_params: State = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings
     )
-    return found
+    return placed_params
 
 
 def this_host() -> jax.Device:

@@ -81,7 +81,7 @@ def block_name(array: int, spans: Spans) -> str:
 def block_of(name: str) -> tuple[int, Spans]:
     """Parses a block's name into array and rectangle; raises ValueError for other text."""
     array, _, rest = name.partition(":")
-    spans = [one.partition("-") for one in rest.split(",")] if rest else []
+    spans = [bounds.partition("-") for bounds in rest.split(",")] if rest else []
     return int(array), tuple((int(first), int(last)) for first, _, last in spans)
 
 
@@ -260,7 +260,7 @@ def read_blocks(
         except (OSError, ConfigError, TrainingError) as error:
             is_damage = isinstance(error, OSError) and error.errno in DAMAGED
             return {}, None if is_damage or type(error) is FileNotFoundError else error
-        found = {}
+        read_of_group = {}
         for name in group:
             begin = stored.places[name].offset - first.offset
             data = memoryview(content)[begin : begin + stored.num_bytes(name)]
@@ -269,13 +269,13 @@ def read_blocks(
                 and zlib.crc32(data) == stored.places[name].checksum
             ):
                 array, spans = block_of(name)
-                found[name] = np.frombuffer(data, np.dtype(stored.forms[array].dtype)).reshape(
-                    sides(spans)
-                )
-        return found, None
+                read_of_group[name] = np.frombuffer(
+                    data, np.dtype(stored.forms[array].dtype)
+                ).reshape(sides(spans))
+        return read_of_group, None
 
     results = in_threads(read, groups, THREADS)
-    blocks = {name: block for found, _ in results for name, block in found.items()}
+    blocks = {name: block for read_of_group, _ in results for name, block in read_of_group.items()}
     return blocks, [error for _, error in results if error is not None]
 
 
@@ -290,7 +290,7 @@ def _neighbours(stored: StoredArrays, names: Sequence[str]) -> Iterator[list[str
     group: list[str] = []
     for name in names:
         if group:
-            first, before, place = (stored.places[one] for one in (group[0], group[-1], name))
+            first, before, place = (stored.places[member] for member in (group[0], group[-1], name))
             end = place.offset + stored.num_bytes(name)
             gap = place.offset - before.offset - stored.num_bytes(group[-1])
             if place.file != first.file or gap or end - first.offset > _MOST_READ:

@@ -48,7 +48,7 @@ def forms_of(tree: Tree) -> tuple[ArrayForm, ...]:
 
 def spans_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
     """Returns the rectangle of a shard's index."""
-    bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
+    bounds = (side.indices(size) for side, size in zip(index, shape, strict=True))
     return tuple((first, last) for first, last, _ in bounds)
 
 
@@ -131,15 +131,15 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
             for spans, name in there[number]
             if any(common(spans, target) is not None for target in targets[number])
         ]
-        found, errors = read_blocks(stored, wanted)
+        values, errors = read_blocks(stored, wanted)
         if errors:
             raise errors[0]
-        if bad := next((name for name in wanted if name not in found), None):
+        if bad := next((name for name in wanted if name not in values), None):
             raise DamagedError(f"{stored.forms[block_of(bad)[0]].name} does not match its checksum")
         made += [
             assembled(
                 leaves[number],
-                [(spans, found[name]) for spans, name in there[number] if name in found],
+                [(spans, values[name]) for spans, name in there[number] if name in values],
             )
             for number in group
         ]
@@ -153,19 +153,19 @@ def read_together(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None,
     Raises:
       ConfigError, TrainingError: the system or the store refuses the read.
     """
-    found, damage = None, None
+    part, damage = None, None
     try:
         with reading(checkpoint):
-            found = read()
+            part = read()
     except DamagedError as error:
         damage = str(error)
     damage = next(filter(None, gather(damage)), None)
-    return (None, damage) if damage else (found, None)
+    return (None, damage) if damage else (part, None)
 
 
-def common(one: Spans, other: Spans) -> Spans | None:
+def common(left: Spans, right: Spans) -> Spans | None:
     """Returns the intersection of two rectangles; None if empty."""
-    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(left, right, strict=True))
     return both if all(first < last for first, last in both) else None
 
 
