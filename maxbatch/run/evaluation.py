@@ -27,6 +27,8 @@ _Batch = tuple[int, Batch]  # with its number of real rows
 
 
 class EvalResult(NamedTuple):
+    """The mean loss of held-out rows, its weight, and their number."""
+
     loss: float  # sum of weighted token losses over sum of weights
     weight: float  # sum of loss weights
     num_rows: int
@@ -84,9 +86,11 @@ class Evaluator:
 
     @property
     def name(self) -> str:
+        """Name of the compiled program."""
         return f"eval-{self._shape.micro_batch}"
 
     def lower(self, abstract_params: State) -> jax.stages.Lowered:
+        """Lowers the pass over one batch, for parameters of these shapes and shardings."""
         return self._jitted.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
     def __call__(self, params: State) -> EvalResult:

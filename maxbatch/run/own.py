@@ -166,6 +166,7 @@ def _check_call(
 
 
 def name_of(function: object) -> str:
+    """Returns the name of a user's function, or of its class if it has none."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -300,6 +301,7 @@ class _RoutedModel:
 
     @property
     def routing(self) -> RoutingSums:
+        """The routing sums of all calls so far; raises ConfigError if there was none."""
         if self._routing is None:
             raise ConfigError("objective: never called the model, so its experts cannot be counted")
         return self._routing
@@ -386,6 +388,7 @@ def task_model(
         return model._replace(
             identity={**model.identity, **_optimizer_identity(own_optimizer, config)}
         )
+
     if mesh.num_pipeline_stages != 1:
         raise ConfigError(
             f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a "
@@ -401,6 +404,7 @@ def task_model(
             f"quantization={config.quantization}: rounds the products of the config's own model; "
             "works: quantization=''"
         )
+
     _, params = abstract_model(config, make_model=make_model)
     shapes = {
         jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)

@@ -130,16 +130,20 @@ def open_pretraining(
     """
     config = context.config
     keys, planning, recipe = config.programs, config.plan, TrainedRecipe.of(config.recipe)
+
+    # refusals that need no data come first
     _check(parts, config.compiled_dir, recipe)
     tasks = _open_tasks(config.evaluation, parts)
     mesh_shape = checked_mesh_shape(planning, keys, context.devices)
     expansion = max(1, int(expansion_factor(planning, jax.process_count())))
+
     make_model = (
         module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
     )
     own_optimizer = optimizer_maker(parts.optimizer, keys.optimizer)
     model = task_model(make_model, keys, mesh_shape, own_optimizer)
     objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(keys)
+
     stream = None
     if is_loading(jax.process_index(), expansion):
         own_stream = parts.stream
@@ -343,6 +347,7 @@ class PlannedPretraining:
         held_out = self._open_held_out()
         reads = self._reads(held_out)
         check_agreed(reads, "give every host the same files")
+
         with opened.context.sessions.during(TimePart.RESTORING):
             reference = self._find_reference(start, held_out)
             # A checkpoint lacks the model that adapters adapt.
@@ -355,6 +360,7 @@ class PlannedPretraining:
                     start.parameters.origin.source()
                 else:
                     start.parameters.open(self.abstract.model)
+
         manager = self.plan.manager
         stages_ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every
@@ -365,6 +371,7 @@ class PlannedPretraining:
             all_first=jax.process_count() > 1 or self.saved is not None,
             shapes=self.saved.shapes_for(manager.stages) if self.saved else None,
         )
+
         return BuiltPretraining(opened, self, start, held_out, reads, reference, steps)
 
     def _open_held_out(self) -> ReadPart:
@@ -373,6 +380,7 @@ class PlannedPretraining:
         own_stream, own_held_out = opened.parts.stream, opened.parts.eval_stream
         if config.eval_interval <= 0:
             return ReadPart(None, 0)
+
         held_out: Stream | None
         if opened.stream is None:  # another host loads
             held_out = None
@@ -400,6 +408,7 @@ class PlannedPretraining:
             f"{name} of {key}": str(value)
             for name, value in (own_identity if loads else first).items()
         }
+
         given = code_of(opened.parts).items()
         reads |= {
             f"the file of {name}": code
@@ -407,6 +416,7 @@ class PlannedPretraining:
             if getattr(opened.parts, name) is not None
         }
         reads |= opened.data.holes_read(config.skip_samples)
+
         if self.saved:
             reads["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
         if config.generate_prompt and not opened.is_own:  # the sample at the end
@@ -419,6 +429,7 @@ class PlannedPretraining:
                 # a tokenizer without a template writes no question of its own
                 with suppress(ConfigError):
                     reads["chat template of tokenizer_path"] = tokenizer.chat_template().identity
+
         return reads
 
     def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference | None:

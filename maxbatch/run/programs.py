@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 def step_name(shape: BatchShape) -> str:
+    """Returns the name of the compiled update for a batch shape."""
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 

@@ -126,6 +126,7 @@ class Session(Generic[B]):
         self._own_end = context.own_end
         self.config, self.console, self.folder = context.config, context.console, context.folder
         self._clock, self._recording = context.sessions, context.config.record
+
         resume = Resume.find(context, opened)
         self.checkpoints, self._local = resume.checkpoints, resume.local
         self.planned, self.position = resume.planned, resume.position
@@ -133,6 +134,7 @@ class Session(Generic[B]):
         # `run` takes it, so that nothing else keeps these arrays while training replaces them
         self._restored = resume.restored.state if resume.restored else None
         self._lines: MetricsLog | None = None  # on the first host, once the recorder is open
+
         self.built = None if self.is_complete else self._build(resume.start)
         reads = self.built.reads if self.built else {}
         software = software_of(context.devices[0])
@@ -143,6 +145,7 @@ class Session(Generic[B]):
             )
             self._changes += changed_reads(context.identity, reads)
             self._changes += changed_software(context.identity, software)
+
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
@@ -241,9 +244,11 @@ class Session(Generic[B]):
             self._introduce(self.built)
             recorder, show = self.open_recorder(compiles, stack)
             started = time.perf_counter()
+
             restored, self._restored = self._restored, None
             with self._clock.during(TimePart.COMPILING):
                 running, state = self.built.run(restored, show, stack)
+
             if self.config.eval_interval > 0 and not running.evaluates:
                 unit, held_out_by = self.opened.data.unit, "eval_fraction or eval_dataset_path"
                 if "stream" in own_parts_of(self.config.own_parts):
@@ -252,15 +257,18 @@ class Session(Generic[B]):
                     f"no evals: no {unit} are held out; {held_out_by} holds some out"
                 )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
+
             with self._clock.during(TimePart.UPDATES_LOST):  # kept once they are recorded
                 state = self.train(running, state, recorder, profiler)
             self._clock.record(self.position.step)
+
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
         self._context.stop.signal_name = (
             self._own_end.settle(self._fate_of_own_end) or self._context.stop.signal_name
         )
+
         if self._local and self.is_complete:
             self._local.remove()
         with self._clock.during(TimePart.EVAL):
@@ -319,11 +327,13 @@ class Session(Generic[B]):
         )
         yield self._lines
         yield _KeptUpdates(self._clock)
+
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        log_period, counted = (
+
+        log_period, unit = (
             self._recording.log_period,
             self.config.recipe.counted,
         )
@@ -335,7 +345,7 @@ class Session(Generic[B]):
             num_stages,
             log_period,
             self._doing,
-            counted,
+            unit,
             samples,
         )
         yield from (
@@ -497,6 +507,7 @@ class Session(Generic[B]):
             self.console.print(ramp_table(self.plan))
         for line in (*built.introduction, *self._changes):
             self.console.print(line)
+
         step, samples_seen = self.position.step, self.position.samples_seen
         data = self.opened.data
         epoch = (
@@ -504,11 +515,13 @@ class Session(Generic[B]):
             if data.samples_per_epoch is None
             else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         )
+
         where = f"step {step}, after {samples_seen:,} {data.unit}"
         is_taken_over = step > 0 and step == self.position.taken_over
         resumed = f", resumed at {where}, from {self._restored_from}" if step else ""
         if is_taken_over:
             resumed = f", continues MaxText's run at {where}"
+
         own_parts = own_parts_of(self.config.own_parts)
         of_model = f" of {own_parts['model']}" if "model" in own_parts else ""
         stream = (
@@ -527,6 +540,7 @@ class Session(Generic[B]):
                 "had read is not known"
             )
             self.console.print(folded(known, 2, self.console.width))
+
         for text in data.notes:
             self.console.print(folded(f"{self.config.dataset_path}: {text}", 2, self.console.width))
         if self.config.run_name or self.config.base_output_directory:

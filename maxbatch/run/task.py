@@ -34,6 +34,8 @@ from maxbatch.update.step import StepMetrics
 
 
 class TaskData(NamedTuple):
+    """The facts of the data that a task trains on."""
+
     identity: Mapping[str, object]  # the keys and facts that a resume must agree with
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
@@ -64,6 +66,8 @@ def check_same_data(key_text: str, identity: Mapping[str, object]) -> None:
 
 
 class TaskModel(NamedTuple):
+    """The facts of the model that a task trains."""
+
     identity: Mapping[str, object]  # identity that a resume must match
     flops_per_token: int  # of training, forward and backward
 

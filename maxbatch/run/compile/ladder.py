@@ -79,6 +79,7 @@ class StepLadder:
         return list(self._ready.items())
 
     def compile_rest(self, background: Background) -> None:
+        """Starts compiling the other shapes in the background."""
         for shape in self._later:
             background.start(partial(self._compile, shape))
 

@@ -104,6 +104,7 @@ def compile_for(
         return Verdict(
             False, lacks.needed, lacks.available or target.memory_bytes, None, seconds
         ), None
+
     stats = compiled.memory_analysis()
     if stats is None:
         raise TrainingError(f"{target.name}: its compiler does not report the memory of a program")
@@ -113,6 +114,7 @@ def compile_for(
         getattr(stats, f"{kind}_size_in_bytes") for kind in kinds
     )
     memory = Memory(arguments, output, alias, temp, code, peak)
+
     # The TPU compiler checks this itself, so a compiled program fits.
     limit = target.memory_bytes
     fits = is_tpu or limit is None or memory.needed_bytes <= limit

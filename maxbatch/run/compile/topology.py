@@ -85,6 +85,7 @@ class Slice:
 
     @property
     def num_chips(self) -> int:
+        """Chips of the slice."""
         return math.prod(self.layout)
 
     @property

@@ -26,6 +26,7 @@ class BestCheckpoint(NamedTuple):
     is_extra: bool  # saved for its eval loss alone, so that it goes once another one is better
 
     def to_bytes(self) -> bytes:
+        """Returns the content of the file, JSON."""
         return json.dumps(self._asdict()).encode()
 
 

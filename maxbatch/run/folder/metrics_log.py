@@ -86,6 +86,8 @@ class MetricsLog(StepLog):
             record = parse_line(line)
             if record and not wrong_field(record):
                 by_step[record["step"]].append((line, record))
+
+        # sure: steps with one sound line and no other; before: the last line kept
         kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
         start = min(by_step, default=step + 1) if self._is_fork else 1 + self._taken_over
         for number in sorted(number for number in by_step if start <= number <= step):
@@ -95,6 +97,7 @@ class MetricsLog(StepLog):
             if sound:
                 line, before = sound[0]
                 kept.append(line)
+
         if num_holes := max(0, step + 1 - start) - len(sure):
             holes = itertools.islice(
                 (number for number in range(start, step + 1) if number not in sure), 5

@@ -32,6 +32,12 @@ class RecordedOutcome(NamedTuple):
 
 
 def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
+    """Records how a run ended.
+
+    Raises:
+      ConfigError: the file cannot be written.
+      TrainingError: the disk is full.
+    """
     write_json(run_dir / OUTCOME_FILE, outcome._asdict())
 
 

@@ -225,6 +225,7 @@ class CheckpointRecord(NamedTuple):
             and all(isinstance(text, str | None) for text in (ahead_hash, run_id, line))
         ):
             raise ValueError("out of range")
+
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
         average = _parameters(saved.get("average"))
         checksum, origin = _word(saved["checksum"]), _origin(saved.get("origin"))

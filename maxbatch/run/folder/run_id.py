@@ -41,6 +41,7 @@ class RunIdentity:
 
     @classmethod
     def new(cls, is_older: bool) -> RunIdentity:
+        """Returns the identity of a new run, or of one of an older version that had no id."""
         return cls(secrets.token_hex(8), is_older, "")
 
     def started(self) -> RunIdentity:

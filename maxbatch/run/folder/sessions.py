@@ -216,6 +216,7 @@ def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> Measure
         for session in sessions
         if session.first_step and session.last_step and session.first_step <= session.last_step
     ]
+
     seconds = total_seconds(trained)
     steps = sum((session.last_step or 0) - (session.first_step or 0) + 1 for session in trained)
     saves = sum(
@@ -223,6 +224,8 @@ def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> Measure
         - ((session.first_step or 1) - 1) // checkpoint_period
         for session in trained
     )
+
+    # the parts of a start before its first update, for every start but the first
     starts = (
         TimePart.SINCE_SESSION_BEFORE,
         TimePart.START_UP,
@@ -230,6 +233,7 @@ def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> Measure
         TimePart.COMPILING,
     )
     again = total_seconds(trained[1:])
+
     return MeasuredTimes(
         seconds[TimePart.CHECKPOINTS] / saves if saves and seconds[TimePart.CHECKPOINTS] else None,
         (

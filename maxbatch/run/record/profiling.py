@@ -25,14 +25,17 @@ class Profiler:
         self._stack = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
+        """Starts the trace before the first update of the window."""
         if step in self._steps and not self._writes_to:
             self._writes_to = self._stack.enter_context(place_here(self._folder))
             jax.profiler.start_trace(str(self._writes_to))
 
     def ends_after(self, step: int) -> bool:
+        """Returns whether the trace ends after an update, which must then have ended."""
         return self._writes_to is not None and step == self._steps[-1]
 
     def after(self, step: int) -> None:
+        """Ends the trace after the last update of the window."""
         if self.ends_after(step):
             self._end()
 

@@ -176,15 +176,18 @@ class Recorder:
             Metric.SKIPPED_UPDATES: position.skipped_updates,
             Metric.COMPILES: self._compiles.count,
         }
+
         if self._measures_noise:
             samples = position.noise_scale.samples
             record[Metric.GRADIENT_NOISE_SCALE] = samples
             record[Metric.CRITICAL_BATCH_ESTIMATE] = (
                 None if samples is None else max(1, round(samples))
             )
+
         for name, total in metrics.others.items():
             if name in self._means:
                 record[name] = float(total / metrics.weight) if metrics.weight > 0 else None
+
         if (routing := metrics.routing) is not None:
             record |= {
                 Metric.LOAD_BALANCE_LOSS: float(routing.load_balance_loss),
@@ -198,6 +201,7 @@ class Recorder:
                 record[Metric.EXPERT_CHOICES] = {
                     str(expert): count for expert, count in enumerate(choices)
                 }
+
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:

@@ -168,6 +168,8 @@ class Save:
             self._write(f"{item}/{INDEX}", index_of(forms, of_all_hosts))
         for path, content in self._small.items():
             self._write(path, content)
+
+        # the mark is the last file: with it the checkpoint counts
         final, mark = self._folder / str(self._step), self._own(self._step) / COMMITTED_FILE
         write_atomically(mark, b"")
         if is_remote(final):
@@ -182,6 +184,7 @@ class Save:
             remove_tree(final)
             self.may_be_committed = True
             move_tree(self._place, final)
+
         if self._best is not None:  # names a checkpoint that is there, before and after this write
             self._write_best(self._best)
         if self._on_commit:

@@ -377,6 +377,7 @@ class Checkpoints:
         small = {"position/metadata": json.dumps(record.to_json()).encode()}
         if ahead is not None:
             small[AHEAD_FILE] = ahead
+
         self._wait()
         if self._steps is None:
             with writing(self._folder):
@@ -384,6 +385,8 @@ class Checkpoints:
             self._token = broadcast(partial(secrets.token_hex, 4))
             self._steps = set(broadcast(partial(committed_steps, self._run_dir)))
             self._best = self._read_best() if self._keeps_best else broadcast(self._forget_best)
+
+        # which checkpoints stay, and which is the best, once this one is whole
         steps = sorted(self._steps | {position.step})
         best = self._best_of(position, steps, is_extra)
         old = self._old(steps, best, position.spikes.checkpoints(steps))

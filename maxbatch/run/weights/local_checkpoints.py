@@ -70,6 +70,7 @@ class LocalState(NamedTuple):
 
     @property
     def step(self) -> int:
+        """Completed updates."""
         return self.record.position.step
 
 
@@ -126,6 +127,7 @@ class LocalCheckpoints:
             except DamagedError as error:
                 torn[int(folder.name)] = str(error)
         self._parts = parts
+
         offers: list[list[Any]] = gather(
             [
                 [part.record.to_json(), part.arrays.forms, sorted(part.arrays.places)]
@@ -138,6 +140,7 @@ class LocalCheckpoints:
             [offer for offer in offered if self._is_own(CheckpointRecord.from_json(offer[0]))]
             for offered in offers
         ]
+
         states: dict[str, LocalState] = {}
         for host, offered in enumerate(offers):
             for saved, forms, names in offered:
@@ -145,6 +148,7 @@ class LocalCheckpoints:
                 nothing = [set[str]() for _ in offers]
                 state = LocalState(CheckpointRecord.from_json(saved), arrays, nothing)
                 states.setdefault(_key(state.record, arrays), state).held[host].update(names)
+
         whole = []
         for state in sorted(states.values(), key=lambda state: -state.step):
             if why := self._fault(state):
@@ -210,8 +214,11 @@ class LocalCheckpoints:
             for part in self._parts
             if _key(part.record, part.arrays.forms) == _key(state.record, state.forms)
         ]
+
         here, blocks = jax.process_index(), dict[str, np.ndarray]()
         wanted = _wanted(leaves, set[str]().union(*state.held), len(state.held))
+
+        # damaged copies are given up until every needed block is sound somewhere
         while True:
             if name := missing_array(state.forms, set[str]().union(*state.held)):
                 return None, f"no host has a sound copy of {name}"
@@ -235,8 +242,10 @@ class LocalCheckpoints:
                         f"{host} do not match their checksums; other copies are used where there "
                         "are any"
                     )
+
         for host, names in enumerate(sent):
             blocks |= _sent(host, sorted(names), state.forms, blocks, wanted[here])
+
         by_array: dict[int, list[tuple[Spans, np.ndarray]]] = defaultdict(list)
         for name, block in blocks.items():
             array, spans = block_of(name)
@@ -262,6 +271,7 @@ class LocalCheckpoints:
                 f"{self._folder}: has local checkpoints of another run that had this run_dir "
                 f"(step {steps}), which are removed; training continues from step {step}"
             )
+
         gather(None)  # wait until hosts that share the path have read what they need
         foreign = {
             part.arrays.folder
@@ -273,6 +283,7 @@ class LocalCheckpoints:
                 remove_tree(folder)
         for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
             remove_tree(unfinished)
+
         forget_whole(self._folder)
         gather(None)  # from here on, no host removes another's writes
         whole = (

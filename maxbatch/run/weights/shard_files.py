@@ -71,10 +71,12 @@ class StoredArrays(NamedTuple):
     sizes: Mapping[str, int]  # bytes of the files that are there
 
     def num_bytes(self, name: str) -> int:
+        """Returns the bytes of a block, by its name."""
         return num_bytes(self.forms, name)
 
 
 def block_name(array: int, spans: Spans) -> str:
+    """Returns the name of a block: its array and its rectangle, such as `3:0-128,64-128`."""
     return f"{array}:{','.join(f'{first}-{last}' for first, last in spans)}"
 
 

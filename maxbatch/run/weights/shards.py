@@ -106,6 +106,7 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         refuse_old_arrays(item)
         raise DamagedError(f"{item.name}/{INDEX} is missing") from None
+
     forms, numbers = forms_of(abstract), {form: number for number, form in enumerate(stored.forms)}
     if not numbers.keys() >= set(forms) or (len(forms) < len(numbers) and not partial):
         differing = sorted(
@@ -114,6 +115,7 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
         raise DamagedError(f"{OTHER_ARRAYS}, such as {differing[0] if differing else 'none'}")
     if name := missing_array(stored.forms, stored.places):
         raise DamagedError(f"{name} is not whole")
+
     blocks: dict[int, list[tuple[Spans, str]]] = defaultdict(list)
     for name in stored.places:
         array, spans = block_of(name)
@@ -123,6 +125,8 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
     targets = [targets_here(leaf) for leaf in leaves]
     sizes = [sum(math.prod(sides(part)) for part in parts) for parts in targets]
     num_bytes = {number: size * leaves[number].dtype.itemsize for number, size in enumerate(sizes)}
+
+    # in groups, so that the blocks of only some arrays are in host memory at once
     for group in in_groups(num_bytes, _MOST_AT_A_TIME):
         there = {number: blocks[numbers[forms[number]]] for number in group}
         wanted = [
@@ -131,6 +135,7 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
             for spans, name in there[number]
             if any(common(spans, target) is not None for target in targets[number])
         ]
+
         values, errors = read_blocks(stored, wanted)
         if errors:
             raise errors[0]
@@ -143,6 +148,7 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
             )
             for number in group
         ]
+
     arrays: TreeOf = jax.tree.unflatten(tree, made)
     return arrays
 
