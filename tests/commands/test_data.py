@@ -44,6 +44,29 @@ def test_samples_are_shown_with_their_special_tokens_and_segments(config, capsys
     ]
 
 
+def test_own_numbers_are_shown_and_a_sample_of_a_hole_is_marked(tmp_path: Path, capsys) -> None:
+    whole = jsonl_config(tmp_path / "a.jsonl", some_texts(60))
+    left = whole.replaced({"skip_samples": "3:5 8:9"})
+    flags = ("--first", "2", "--count", "5")
+    marked = printed(capsys, left, *flags)
+    heads = [line for line in marked.splitlines() if line.startswith("==")]
+    assert [line.split()[2] for line in heads] == ["2", "3", "4", "5", "6"]
+    assert [line.endswith("  left out by skip_samples") for line in heads] == [0, 1, 1, 0, 0]
+    assert marked.replace("  left out by skip_samples", "") == printed(capsys, whole, *flags)
+    lines = printed(capsys, left, *flags, "--json").splitlines()
+    assert [json.loads(line).get("left_out", False) for line in lines] == [0, 1, 1, 0, 0]
+
+
+def test_a_sample_of_a_hole_is_in_no_fingerprint(tmp_path: Path, capsys) -> None:
+    whole = jsonl_config(tmp_path / "a.jsonl", some_texts(60))
+    left = whole.replaced({"skip_samples": "3:5 8:9 300:1000"})
+    flags = ("--fingerprint", "--first", "2", "--count", "400")
+    own = [n for n in range(2, 300) if n not in (3, 4, 8)]
+    assert printed(capsys, left, *flags).strip() == fingerprint([open_stream(whole).batch(own)])
+    nothing = printed(capsys, left, "--fingerprint", "--first", "3", "--count", "2").strip()
+    assert nothing == fingerprint([])
+
+
 def test_padding_is_shown(config, capsys) -> None:
     last = printed(capsys, config, "--first", "4", "--count", "1").splitlines()
     assert last[0].startswith("== sample 4  epoch 0  row 4  tokens ")

@@ -125,6 +125,17 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5]
 
 
+def test_pairs_that_one_epoch_leaves_out_have_their_reference_in_the_next(
+    run: Run, folder: Path
+) -> None:
+    """And a resume may leave out others."""
+    first = run("holes", 1, "steps=2", "skip_samples=3:6 16:20", *QUICK)
+    lines = run("holes", 1, "steps=5", "skip_samples=3:6 16:17", *QUICK)
+    assert lines[:2] == first and [line["stream_position"] for line in lines] == [9, 15, 22, 28, 34]
+    known = KnownAnswers.read(folder / "holes" / REFERENCE_FILE, "pair", 2)
+    assert known is not None and len(known.hashes_K) == len(PAIRS)
+
+
 def test_held_out_pairs_that_a_resume_brings_are_compared_with_their_own_reference(
     run: Run, tmp_path: Path
 ) -> None:

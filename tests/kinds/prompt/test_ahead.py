@@ -70,8 +70,11 @@ def test_a_run_that_ended_by_its_own_steps_goes_on_elsewhere_as_if_it_had_not(
     assert_same_updates(train(tmp_path / "run", *AHEAD, f"micro_batch_size={GROUP}"), ahead)
 
 
-@pytest.mark.parametrize(("group", "other"), [(4, "num_generations=2"), (2, "filter_groups=true")])
-def test_saved_responses_of_other_groups_are_sampled_anew(
+@pytest.mark.parametrize(
+    ("group", "other"),
+    [(4, "num_generations=2"), (2, "filter_groups=true"), (4, "skip_samples=9:11")],
+)
+def test_saved_responses_of_other_groups_or_prompts_are_sampled_anew(
     tmp_path: Path, group: int, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path / "run", *AHEAD, f"num_generations={group}", "steps=1")

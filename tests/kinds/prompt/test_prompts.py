@@ -50,6 +50,19 @@ def texts(prompts: Prompts | None, first: int, count: int) -> list[str]:
     return [prompt.text for prompt in prompts.read(first, count)]
 
 
+def test_prompts_of_holes_are_left_out_and_the_others_keep_their_own_numbers(path: Path) -> None:
+    stated = config(path, "eval_fraction=0.2")
+    whole, left = PromptSource(stated), PromptSource(stated.replaced({"skip_samples": "2:4 7:20"}))
+    own = [0, 1, 4, 5, 6, *range(20, 25)]
+    every = whole.train().read(0, 25)
+    assert [(one.index, one.text) for one in left.train().read(0, 10)] == [
+        (number, every[number].text) for number in own
+    ]
+    assert [one.index for one in left.train().read(3, 4)] == own[3:7]
+    assert texts(left.held_out, 0, 2) == texts(whole.held_out, 0, 2)
+    assert left.train().identity != whole.train().identity
+
+
 def test_a_prompt_is_its_text_its_tokens_and_all_fields_of_its_record(path: Path) -> None:
     prompt = PromptSource(config(path, "enable_data_shuffling=false")).train().read(3, 1)[0]
     assert (prompt.index, prompt.text) == (3, "Q: what is 3?\nA:")
