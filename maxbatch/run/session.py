@@ -515,6 +515,8 @@ class Session(Generic[B]):
             if data.samples_per_epoch is None
             else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         )
+        if self.plan.samples_left_out:
+            epoch += f", {self.plan.samples_left_out:,} {data.unit} of the run left out"
 
         where = f"step {step}, after {samples_seen:,} {data.unit}"
         is_taken_over = step > 0 and step == self.position.taken_over

@@ -141,10 +141,13 @@ class Recorder:
         for output in self._outputs:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
+            seen = self.position.samples_seen
+            own = self._holes.position_after(seen)  # as maxbatch data counts
+            where = f"samples_seen {seen}" + (f", stream_position {own}" if own != seen else "")
             raise DivergedError(
                 f"{self.position.consecutive_skips} updates in a row had {not_finite(record)} "
-                f"that is not finite (the last: step {self.position.step}, samples_seen "
-                f"{self.position.samples_seen}); the parameters are those before them. Lower "
+                f"that is not finite (the last: step {self.position.step}, {where}); the "
+                "parameters are those before them. Lower "
                 "learning_rate, or look at the data there with `maxbatch data`"
             )
 
