@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from maxbatch.config.keys import Fixes, Key, Shared
+from maxbatch.config.pins import is_pinned
 from maxbatch.config.sections import KEYS
 
 PAGE = Path(__file__).parents[1] / "depends.md"
@@ -16,8 +17,6 @@ _HOSTS = {
     Shared.STATED: "whether it is set",
     Shared.NOTHING: "nothing; each host may have its own",
 }
-_PINNED = Fixes.STREAM | Fixes.MODEL | Fixes.ADAPTERS | Fixes.PROMPTS
-_ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
 
 
 def resumed(key: Key) -> str:
@@ -30,11 +29,9 @@ def resumed(key: Key) -> str:
         )
     if key.name == "skip_samples":
         return f"changes {what}; refused if those behind the position change"
-    if key.fixes & _PINNED & ~_ANYWHERE or (
-        key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what
-    ):
+    if is_pinned(key):
         return "refused"
-    if key.fixes & _ANYWHERE and not what:
+    if key.fixes & (Fixes.RECORDS | Fixes.CONTENT) and not what:
         return "refused if the content differs"
     return f"changes {what}" if what else "no effect"
 

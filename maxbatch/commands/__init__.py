@@ -124,6 +124,12 @@ COMMANDS: dict[str, Command] = {
         ("maxbatch replay runs/default --step 120",
          "maxbatch replay runs/default --step 120 --top 3 --json",
          "maxbatch replay gs://my-bucket/runs/a --step 120 --checkpoint 100 --simulate-devices 2"), prints_json=True),
+    "fork": Command(
+        "maxbatch.commands.fork",
+        "Make a new run that stands where another run stood after a step.",
+        ("maxbatch fork runs/default --step 100 --output runs/forked",
+         'maxbatch fork runs/default --step 100 --output runs/without skip_samples="9120:9128"',
+         "maxbatch fork gs://my-bucket/runs/a --step 4000 --output gs://my-bucket/runs/b learning_rate=1e-4")),
     "report": Command(
         "maxbatch.commands.report",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maxbatch.config.config import Config
-from maxbatch.config.keys import Fixes, Shared
+from maxbatch.config.keys import Fixes, Key, Shared
 from maxbatch.config.sections import KEYS, THE_BATCH, names_fixing
 from maxbatch.config.values import Value, shown, value_text
 from maxbatch.config.yaml_file import entries
@@ -35,6 +35,8 @@ def program_keys(config: Mapping[str, Value]) -> dict[str, str]:
     return {name: value_text(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
+_PINNED = Fixes.STREAM | Fixes.MODEL | Fixes.ADAPTERS | Fixes.PROMPTS
+_ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
 THE_CUT = "only the micro-batches"
 
 
@@ -56,6 +58,28 @@ def read_written(path: AnyPath) -> Config | None:
         )
     except ConfigError:
         return None
+
+
+def is_pinned(key: Key) -> bool:
+    """Returns whether a resume refuses another value of a key, whatever the content that it
+    names.
+    """
+    names_content = key.kind in ("paths", "path")
+    return bool(
+        key.fixes & _PINNED & ~_ANYWHERE
+        or (key.fixes & Fixes.CONTENT and not names_content and key.changes)
+    )
+
+
+def pinned_changes(previous: Config, config: Config) -> list[str]:
+    """Returns the keys in which two configs of a run differ, and whose changes a resume refuses."""
+    return [
+        name
+        for name, key in KEYS.items()
+        if previous[name] != config[name]
+        and is_pinned(key)
+        and (config.recipe.is_sampled or key.fixes & ~Fixes.PROMPTS)
+    ]
 
 
 def changed_since(

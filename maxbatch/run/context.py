@@ -93,7 +93,7 @@ class RunContext:
         def look() -> tuple[bool, int]:
             if (
                 self.config.enable_checkpointing and last_saved(self.folder.path) is not None
-            ) or self.folder.is_fork:
+            ) or self.folder.forked_from:
                 return False, 0
             overwrites, cut = (
                 check_beginning(self.folder, self.config.checkpoint, lost),

@@ -94,7 +94,7 @@ class _Search(Generic[B]):
         if not restored and self._begin_without_local_state():
             parameters = self._pin_origin(None)
         if not restored:
-            self._refuse_fork_without_checkpoint()
+            self._refuse_fork_without_state()
 
         position = restored.position if restored else expected
         if newest and not restored:  # no state was whole: the run begins anew
@@ -169,13 +169,18 @@ class _Search(Generic[B]):
     def _has_set_aside(self) -> bool:
         return self._checkpoints is not None and self._checkpoints.has_set_aside
 
-    def _refuse_fork_without_checkpoint(self) -> None:
-        if self._checkpoints and self._folder.is_fork:
-            raise ConfigError(
-                f"{self._config.run_dir}: a branch of critical-batch needs the checkpoint that it "
-                "was forked from, which is missing or damaged; remove this folder, and name "
-                "other checkpoints with --checkpoints"
+    def _refuse_fork_without_state(self) -> None:
+        fork = self._context.identity.forked_from
+        if fork is None:
+            return
+        if not self._checkpoints:
+            raise self._config.fault(
+                "enable_checkpointing", "true in a fork, which goes on from its checkpoint", "true"
             )
+        raise ConfigError(
+            f"{self._config.run_dir}: was forked from {fork['run']} at step {fork['step']}, and "
+            "none of its checkpoints is whole; remove this folder, and fork again"
+        )
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self._config.enable_checkpointing:
@@ -190,6 +195,7 @@ class _Search(Generic[B]):
             self._context.identity.run_id,
             self._config.keep_best_checkpoint,
             on_commit=self._context.sessions.saved,
+            forked_from=self._context.identity.forked_from,
             holes=opened.data.holes,
         )
         return self._context.stack.enter_context(closing(checkpoints))

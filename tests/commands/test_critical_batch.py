@@ -47,7 +47,9 @@ def branch_records(run: Path) -> dict[tuple[int, int], list[dict]]:
     found = {}
     for folder in (run / "critical-batch" / "sqrt-128").iterdir():
         step, batch = map(int, re.fullmatch(r"step-(\d+)-batch-(\d+)", folder.name).groups())
-        found[step, batch] = read_metrics(folder)
+        lines = read_metrics(folder)
+        assert [line["step"] for line in lines[:step]] == list(range(1, step + 1)), "the run's"
+        found[step, batch] = lines[step:]
     return found
 
 
@@ -154,7 +156,7 @@ def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(
     command = ("critical-batch", path, *MEASURE, "--checkpoints", "16")
     process = start(*command)
     second = path / "critical-batch" / "sqrt-128" / "step-16-batch-8"
-    wait_for((second / "metrics.jsonl").exists, process)
+    wait_for((second / "sessions.jsonl").exists, process)
     process.kill()
     process.communicate()
     first = second.with_name("step-16-batch-4")

@@ -1,15 +1,17 @@
 """The branches of a measurement on disk, each an ordinary run folder.
 
 RUN/critical-batch/sqrt-4096/step-400-batch-64/     (sqrt-4096-decay with --decay)
-    config.yml, metrics.jsonl   as of every run; the first update is 401 checkpoints/
-    starts as hard links to the fork (copies in an object store); removed once it is done
-    branch.json                 the fork and the batch log.txt                     the output of the
-    training outcome.json                how the branch ended
+    config.yml, metrics.jsonl   as of every fork: lines 1 to 400 are the run's, 401 is the branch's
+    checkpoints/                starts with links to the run's; removed once the branch is done
+    branch.json                 the checkpoint and the batch
+    log.txt                     the output of the training
+    outcome.json                how the branch ended
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -19,16 +21,17 @@ from maxbatch.around.critical_batch.critical_size import Chunk, last_chunks
 from maxbatch.around.critical_batch.measured_run import MeasuredRun
 from maxbatch.around.critical_batch.plan import Branch, MeasurementPlan
 from maxbatch.config.loading import dump_config, load_config
-from maxbatch.run.folder.json_file import read_json, write_json
+from maxbatch.run.folder.fork import Fork
+from maxbatch.run.folder.json_file import read_json
 from maxbatch.run.folder.metrics import METRICS_FILE, read_metrics, scan_metrics
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.outcome import RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.run.folder.position import COMMITTED_FILE, committed_steps
-from maxbatch.run.folder.run_folder import FORK_FILE
+from maxbatch.run.folder.position import committed_steps
 from maxbatch.system.errors import EXIT_INPUT, ConfigError, PassingFault, TrainingError
-from maxbatch.system.storage.atomic_files import write_atomically
-from maxbatch.system.storage.storage import AnyPath, clone_tree, remove_tree
+from maxbatch.system.storage.storage import AnyPath, remove_tree
 from maxbatch.system.terminal.bars import LinesAboveBar
+
+BRANCH_FILE = "branch.json"
 
 
 class Branches:
@@ -92,7 +95,7 @@ class Branches:
         checkpoints.
         """
         for branch in self.all:
-            origin = self.folder(branch) / FORK_FILE
+            origin = self.folder(branch) / BRANCH_FILE
             if read_json(origin, "remove its folder", dict) not in (
                 None,
                 dataclasses.asdict(branch),
@@ -106,22 +109,10 @@ class Branches:
             folder = self.folder(branch)
             if not committed_steps(folder):
                 remove_tree(folder)
-                folder.mkdir(parents=True)
                 config = load_config(str(self._run.path / "config.yml"), self.overrides(branch))
-                write_atomically(folder / "config.yml", dump_config(config))
-                write_json(folder / FORK_FILE, dataclasses.asdict(branch))
-                self._link_checkpoint(branch.fork.step, folder)
-
-    def _link_checkpoint(self, step: int, folder: AnyPath) -> None:
-        source = self._run.path / "checkpoints" / str(step)
-        try:
-            clone_tree(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
-        except (ConfigError, TrainingError):  # an object store that refuses or does not answer
-            raise
-        except OSError as error:
-            raise ConfigError(
-                f"{source}: cannot be forked ({error}); name others with --checkpoints"
-            ) from None
+                fork = Fork.at(self._run.path, branch.fork.step, _other_checkpoints)
+                facts = json.dumps(dataclasses.asdict(branch), indent=1) + "\n"
+                fork.write(folder, dump_config(config), {BRANCH_FILE: facts.encode()})
 
     def overrides(self, branch: Branch) -> list[str]:
         """Returns the keys in which the config of a branch differs from the run's."""
@@ -159,6 +150,10 @@ class Branches:
             return ["learning_rate_schedule=constant"]
         share = f"wsd_decay_steps_fraction={branch.samples / branch.end!r}"
         return ["learning_rate_schedule=wsd", share, "learning_rate_final_fraction=0"]
+
+
+def _other_checkpoints(nearest: list[int]) -> str:
+    return "; name others with --checkpoints"
 
 
 class BranchRuns:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown_path
@@ -124,6 +124,16 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     """Returns the positions after a step in the lines of `metrics.jsonl`; usually there is one."""
     records = filter(None, map(parse_line, read_lines(run_dir / METRICS_FILE)))
     return [r["samples_seen"] for r in records if r["step"] == step and not wrong_field(r)]
+
+
+def upto(lines: Iterable[bytes], step: int) -> list[bytes]:
+    """Returns the readable lines of updates until a step."""
+    return [line for line in lines if (record := parse_line(line)) and record["step"] <= step]
+
+
+def lines_until(path: AnyPath, step: int) -> list[bytes]:
+    """Returns the lines of a log's updates until a step; none if there is no file."""
+    return upto(read_lines(path), step)
 
 
 def line_digest(line: bytes) -> str:

@@ -14,6 +14,7 @@ from maxbatch.run.folder.metrics import (
     line_digest,
     parse_line,
     read_lines,
+    upto,
     wrong_field,
 )
 from maxbatch.run.folder.metrics_schema import Metric
@@ -39,7 +40,7 @@ class StepLog:
         self._file = open_appender(self._path, b"".join(kept), old_content=b"".join(old))
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
-        return [line for line in lines if (record := parse_line(line)) and record["step"] <= step]
+        return upto(lines, step)
 
     def append(self, record: Mapping[str, object]) -> None:
         """Adds a line, whole or not at all; a number that is not finite becomes null."""
@@ -77,7 +78,7 @@ class MetricsLog(StepLog):
         taken_over: int = 0,
     ) -> None:
         self._samples_seen, self._warn = samples_seen, warn
-        self._is_fork, self._taken_over = folder.is_fork, taken_over
+        self._taken_over = taken_over
         super().__init__(folder, METRICS_FILE, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
@@ -89,7 +90,7 @@ class MetricsLog(StepLog):
 
         # sure: steps with one sound line and no other; before: the last line kept
         kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
-        start = min(by_step, default=step + 1) if self._is_fork else 1 + self._taken_over
+        start = 1 + self._taken_over
         for number in sorted(number for number in by_step if start <= number <= step):
             sound = [entry for entry in by_step[number] if self._agrees(entry[1], before, step)]
             if len(sound) == len(by_step[number]) == 1:

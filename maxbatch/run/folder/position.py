@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from maxbatch.plan.place import Place
 from maxbatch.run.folder.metrics import samples_seen_at
+from maxbatch.run.folder.run_id import ForkedFrom, forked_from
 from maxbatch.system.errors import reading
 from maxbatch.system.storage.bounded import read_json
 from maxbatch.system.storage.storage import AnyPath, is_whole, subfolders
@@ -190,6 +191,7 @@ class CheckpointRecord(NamedTuple):
     origin: Origin | None = None
     # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in run_dir
     line: str | None = None
+    forked_from: ForkedFrom | None = None  # of a fork's run
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
@@ -240,6 +242,7 @@ class CheckpointRecord(NamedTuple):
             run_id,
             origin,
             line,
+            forked_from(saved.get("forked_from")),
         )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from maxbatch.run.folder.answers_file import ANSWERS_FILE
 from maxbatch.run.folder.best_checkpoint import BEST
 from maxbatch.run.folder.devices import DEVICES_FILE
 from maxbatch.run.folder.foreign import is_own, refuse_foreign
@@ -16,7 +17,7 @@ from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.folder.metrics import METRICS_FILE
 from maxbatch.run.folder.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.run.folder.position import DamagedError, committed_steps, newest_record, read_record
-from maxbatch.run.folder.run_id import RUN_FILE, RunIdentity, read_identity
+from maxbatch.run.folder.run_id import RUN_FILE, ForkedFrom, RunIdentity, read_identity
 from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.leases import LOCK_FILE, Hold, hold_folder
@@ -24,8 +25,8 @@ from maxbatch.system.storage.storage import AnyPath, as_path, is_misplaced, prob
 
 # of a run that was measured
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")
-SESSIONS_FILE = "sessions.jsonl"
-FORK_FILE = "branch.json"  # of a run that began at another run's checkpoint
+SESSIONS_FILE, TRANSCRIPTS_FILE = "sessions.jsonl", "transcripts.jsonl"
+REFERENCE_FILE = "reference.bin"
 WARM_START = "warm_start"  # the run before the first update of reinforcement learning
 _FILES = (
     LOCK_FILE,
@@ -33,9 +34,9 @@ _FILES = (
     "config.yml",
     METRICS_FILE,
     SESSIONS_FILE,
-    "transcripts.jsonl",
-    "answers.jsonl",
-    "reference.bin",
+    TRANSCRIPTS_FILE,
+    ANSWERS_FILE,
+    REFERENCE_FILE,
 )
 TRACKERS_FILE = "trackers.json"  # the run's ids at the loggers
 # by `overwrite_run`: the hold of this start, and the id, which is written anew
@@ -74,9 +75,9 @@ class RunFolder:
                 raise
 
     @property
-    def is_fork(self) -> bool:
-        """Whether the run began at another run's checkpoint."""
-        return (self.path / FORK_FILE).exists()
+    def forked_from(self) -> ForkedFrom | None:
+        """The state of another run that the run began with; None: it is no fork."""
+        return None if self.identity is None else self.identity.forked_from
 
     def check(self) -> None:
         """Raises LeaseLost if another process may have taken over the folder."""
@@ -104,7 +105,9 @@ class RunFolder:
         identity = RunIdentity.new(is_older=has_begun)
         newest = newest_record(self.path)
         if newest and newest.run_id:
-            identity = dataclasses.replace(identity, run_id=newest.run_id)
+            identity = dataclasses.replace(
+                identity, run_id=newest.run_id, forked_from=newest.forked_from
+            )
         return self._write_identity(identity)
 
     def _write_identity(self, identity: RunIdentity) -> RunIdentity:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import secrets
 from collections.abc import Mapping
+from typing import TypedDict
 
 from maxbatch.run.folder.json_file import checked
 from maxbatch.system.storage import bounded
@@ -26,6 +27,25 @@ _SHAPE = {
 }
 
 
+class ForkedFrom(TypedDict):
+    """The state that a fork began with."""
+
+    run: str  # the folder of its run, at that time
+    run_id: str | None  # None: of a run that was made before runs had ids
+    step: int
+
+
+_FORK_SHAPE = {"run": str, "run_id": str | None, "step": int}
+
+
+def forked_from(value: object) -> ForkedFrom | None:
+    """Returns the origin that a JSON value states, or None; raises TypeError for another form."""
+    if value is None:
+        return None
+    found: ForkedFrom = checked(value, _FORK_SHAPE)
+    return {"run": found["run"], "run_id": found["run_id"], "step": found["step"]}
+
+
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
     """The id of a run."""
@@ -38,11 +58,12 @@ class RunIdentity:
     reads: dict[str, str] = dataclasses.field(default_factory=dict)
     # its versions and settings, by name
     software: dict[str, str] = dataclasses.field(default_factory=dict)
+    forked_from: ForkedFrom | None = None  # None: the run is no fork
 
     @classmethod
-    def new(cls, is_older: bool) -> RunIdentity:
+    def new(cls, is_older: bool, forked_from: ForkedFrom | None = None) -> RunIdentity:
         """Returns the identity of a new run, or of one of an older version that had no id."""
-        return cls(secrets.token_hex(8), is_older, "")
+        return cls(secrets.token_hex(8), is_older, "", forked_from=forked_from)
 
     def started(self) -> RunIdentity:
         """Returns the identity with the mark of another start."""
@@ -78,6 +99,7 @@ def read_identity(run_dir: AnyPath) -> RunIdentity | None:
     path = run_dir / RUN_FILE
     try:
         fields = checked(bounded.read_json(path, str(path), finite=False), _SHAPE)
+        fork = forked_from(fields.get("forked_from"))
     except (FileNotFoundError, bounded.RefusedContent, ValueError, TypeError):
         return None
-    return RunIdentity(**{name: fields[name] for name in _SHAPE})
+    return RunIdentity(**{name: fields[name] for name in _SHAPE}, forked_from=fork)

@@ -43,6 +43,7 @@ from maxbatch.run.folder.position import (
     newest_record,
     read_record,
 )
+from maxbatch.run.folder.run_id import ForkedFrom
 from maxbatch.run.weights.checkpoint_writing import Save, remove_unfinished
 from maxbatch.run.weights.checksums import (
     array_checksums,
@@ -106,6 +107,7 @@ class Checkpoints:
       num_loading_hosts: hosts that load data, recorded for the next run.
       keeps_best: whether the checkpoint with the lowest eval loss is kept too.
       on_commit: called with the step of every committed checkpoint, on a thread of the first host.
+      forked_from: the state that the run began with, if it is a fork.
       holes: own numbers that the stream leaves out; those behind a checkpoint are in its identity.
 
     Attributes:
@@ -124,12 +126,14 @@ class Checkpoints:
         keeps_best: bool = False,
         on_commit: Callable[[int], None] | None = None,
         holes: Holes = NO_HOLES,
+        forked_from: ForkedFrom | None = None,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self._on_commit, self._holes = on_commit, holes
+        self._forked_from = forked_from
         self.has_set_aside = False
         self.origin: RunOrigin | None = None
         # until they are compiled ahead
@@ -481,6 +485,7 @@ class Checkpoints:
             self._run_id,
             origin,
             line,
+            self._forked_from,
         )
 
     def has(self, step: int) -> bool:

@@ -150,7 +150,7 @@ def _adding_objects(
     """Removes the objects added by the block if it raises; a killed block leaves a mark beside
     them.
     """
-    mark = folder / f"{BUILDING}{last}"
+    mark = folder / unfinished_mark(last)
     mark.write_text("unfinished: the same command goes on\n")
     (folder / last).unlink(missing_ok=True)
     for name in file_sizes(folder):
@@ -165,6 +165,11 @@ def _adding_objects(
             for path in {path for path, _ in folder.files()} - before:
                 path.unlink(missing_ok=True)
         raise
+
+
+def unfinished_mark(last: str) -> str:
+    """Returns the name of the object that marks a store's folder until its file `last` is there."""
+    return f"{BUILDING}{last}"
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, overload
 
@@ -278,23 +278,50 @@ def upload(file: Path, target: AnyPath) -> None:
         shutil.copyfile(file, target)
 
 
-def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
-    """Copies or links the files below a folder; the target is whole (`is_whole`) once all are
-    there.
+def clone_files(source: AnyPath, target: AnyPath, leave_out: Collection[str] = ()) -> None:
+    """Gives the files below a folder, which nobody changes, a second path below another folder.
 
-    Objects are copied inside their store, `last` after all others. Local files are linked, or
-    copied where links are impossible.
+    Args:
+      leave_out: paths of files in the folder that are not cloned.
 
     Raises:
+      FileNotFoundError: a file is gone.
       OSError: a file cannot be read or written.
     """
-    if isinstance(source, RemotePath) and isinstance(target, RemotePath):
-        _copy_objects(source, target, last)
-        return
-    linking = Path(str(target)).with_name(".linking")
-    linking.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(str(source), linking, copy_function=_link_or_copy)
-    linking.rename(str(target))
+    if isinstance(source, RemotePath):
+        found = [str(file.relative_to(source)) for file, _ in source.files()]
+    else:
+        found = [file.relative_to(source).as_posix() for file in _files_below(source)]
+    names = [name for name in found if name not in leave_out]
+    in_threads(lambda name: clone_file(source / name, target / name), names, MAX_REQUESTS)
+
+
+def clone_file(source: AnyPath, target: AnyPath) -> None:
+    """Gives a file that nobody changes a second path: a hard link, or a copy inside of its store.
+
+    It is copied where neither is possible.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (
+        isinstance(source, RemotePath)
+        and isinstance(target, RemotePath)
+        and scheme_of(source.url) == scheme_of(target.url)
+    ):
+        source.copy(target)
+    elif isinstance(source, Path) and isinstance(target, Path):
+        _link_or_copy(str(source), str(target))
+    elif isinstance(source, Path):
+        upload(source, target)
+    else:
+        write_parts(target, [source.read_bytes()])
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -311,12 +338,6 @@ def is_whole(folder: AnyPath, last: str) -> bool:
     end.
     """
     return not isinstance(folder, RemotePath) or (folder / last).is_file()
-
-
-def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
-    names = [file.relative_to(source) for file, _ in source.files()]
-    for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
-        in_threads(lambda name: (source / name).copy(target / name), group, MAX_REQUESTS)
 
 
 def copy_tree(source: Path, target: AnyPath) -> None:

@@ -153,12 +153,6 @@ def test_lines_out_of_order_are_put_in_order(folder: RunFolder) -> None:
     assert resume(folder, 3) == [] and steps_in(folder) == [1, 2, 3, 4]
 
 
-def test_the_metrics_of_a_branch_begin_at_its_fork(folder: RunFolder) -> None:
-    (folder.path / "branch.json").write_text("{}")
-    assert resume(folder, 4) == [] and steps_in(folder) == [5]
-    assert resume(folder, 5) == [] and steps_in(folder) == [5, 6]
-
-
 def test_several_updates_from_the_same_prompts_are_no_hole(folder: RunFolder) -> None:
     updates = [record(step, samples_seen=seen) for step, seen in enumerate((0, 4, 4, 8), start=1)]
     (folder.path / "metrics.jsonl").write_text(

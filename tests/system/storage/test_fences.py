@@ -15,7 +15,7 @@ from maxbatch.system.storage.appending import open_appender
 from maxbatch.system.storage.fences import BUILDING
 from maxbatch.system.storage.leases import Lease, take_lease
 from maxbatch.system.storage.remote_path import RemotePath
-from maxbatch.system.storage.storage import as_path, clone_tree, remove_tree
+from maxbatch.system.storage.storage import as_path, clone_files, remove_tree
 from tests.helpers.stores import Store
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_was_removed_before_it_was_copied_does_not_come_back(
     for path, _ in found:
         path.file_system.rm_file(path.url)
     with pytest.raises(FileNotFoundError):
-        clone_tree(staging, folder / "5", last="commit_success.txt")
+        clone_files(staging, folder / "5")
     assert not (folder / "5").exists()
 
 
