@@ -14,6 +14,7 @@ from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.plan.holes import Holes
 from maxbatch.run.context import RunContext
+from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import open_pretraining, train
 from maxbatch.run.resume import Resume
 from maxbatch.run.session import Session
@@ -149,8 +150,6 @@ def test_a_file_of_holes_that_changes_under_a_run_ends_it(tmp_path: Path) -> Non
         def sync(self) -> None: ...
         def close(self) -> None: ...
 
-    import maxbatch
-
     keys = (*KEYS, f"skip_samples={file}", f"run_dir={tmp_path}/run", "checkpoint_period=1")
-    with pytest.raises(maxbatch.ConfigError, match=r"holes.txt: has changed since"):
-        maxbatch.train(one_layer_config(*keys), outputs=[Writes()])
+    with pytest.raises(ConfigError, match=r"holes.txt: has changed since"):
+        train(one_layer_config(*keys), jax.devices()[:1], Parts(outputs=(Writes(),)))

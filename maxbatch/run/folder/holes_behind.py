@@ -21,13 +21,15 @@ def refuse_other_holes(
     recorded = str(record.identity["data"].get(SKIP_SAMPLES, ""))
     if _behind(holes, seen).digest == recorded:
         return
-    before = _holes_before(run_dir, seen, recorded)
+    stated, before = _holes_before(run_dir, seen, recorded)
     position = seen if before is None else before.position_after(seen)
     where = f"{which}, after {seen} samples" + (f" (stream position {position})" if before else "")
     rule = f"must leave out what the run has left out before {where}"
     text = ""
     if before is not None:
         text = _behind(before, seen).merged_with(holes.ahead_of(position)).text
+        if len(text) > MOST_TYPED:
+            text = stated
     if before is None or len(text) > MOST_TYPED:
         rule += "; give its ranges again, or another run_dir"
         raise Refusal({SKIP_SAMPLES: _shown(holes)}, SKIP_SAMPLES, rule, {})
@@ -42,13 +44,16 @@ def _shown(holes: Holes) -> str:
     return holes.text if len(holes) <= 8 else f"{len(holes)} ranges"
 
 
-def _holes_before(run_dir: AnyPath, samples_seen: int, recorded: str) -> Holes | None:
-    """Returns the holes of the last session; None if they are no longer known."""
+def _holes_before(run_dir: AnyPath, samples_seen: int, recorded: str) -> tuple[str, Holes | None]:
+    """Returns `skip_samples` of the last session, and its holes; None if they are no longer
+    known.
+    """
     config = read_written(run_dir / "config.yml")
+    if config is None:
+        return "", None
     try:
-        holes = None if config is None else holes_of(config.stream, is_kept=False)
+        holes = holes_of(config.stream, is_kept=False)
     except ConfigError:  # its file is gone
-        return None
-    if holes is None or _behind(holes, samples_seen).digest != recorded:
-        return None
-    return holes
+        return "", None
+    is_of_checkpoint = _behind(holes, samples_seen).digest == recorded
+    return config.skip_samples, holes if is_of_checkpoint else None
