@@ -58,18 +58,18 @@ def config_of(
     from maxbatch.config.loading import config_from, displaced_ramp, resolve
 
     path, overrides = config_arguments(args)
-    stated = vars(args)
+    flags = vars(args)
     try:
         settings = resolve(path or default, overrides)
     except ConfigError as error:
-        devices = stated.get("devices") or stated.get("simulate_devices")
-        hosts = stated.get("hosts") or stated.get("simulate_hosts")
+        devices = flags.get("devices") or flags.get("simulate_devices")
+        hosts = flags.get("hosts") or flags.get("simulate_hosts")
         raise on_machine(
-            error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated
+            error, devices, hosts, flags.get("slices") or 1, has_flags="devices" in flags
         ) from None
     warning = displaced_ramp(settings)
     # simulated hosts read the config again, and the first one warns
-    if warning and not stated.get("simulate_hosts"):
+    if warning and not flags.get("simulate_hosts"):
         warn(warning)
     config = config_from(settings)
     refuse_own_parts(config.own_parts, needs)

@@ -61,28 +61,28 @@ def run(args: argparse.Namespace) -> int:
     if args.junit:  # a folder that is not there is told before the audit
         write_atomically(args.junit, junit_xml_of_error(args.make, "the audit did not end"))
     try:
-        found = _found(args)
+        outcome = _audit_of(args)
     except ConfigError as error:
         if args.junit:
             write_atomically(args.junit, junit_xml_of_error(args.make, str(error)))
         raise
     if args.junit:
-        write_atomically(args.junit, junit_xml(args.make, found))
+        write_atomically(args.junit, junit_xml(args.make, outcome))
     if args.json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(outcome.to_json()))
     else:
-        _print(found)
-    return EXIT_DONE if found.holds else EXIT_FAILED
+        _print(outcome)
+    return EXIT_DONE if outcome.holds else EXIT_FAILED
 
 
-def _found(args: argparse.Namespace) -> Audit:
+def _audit_of(args: argparse.Namespace) -> Audit:
     settings = {name: getattr(args, name) for name in LEAST}
     setup = functools.partial(_auditing, args.make, args.simulate_devices, sys.path)
     try:
         with WorkerPool(setup, 1) as pool:
             pool.wait_for_setup()
-            found: Audit = pool.submit([settings])[0].result()
-            return found
+            outcome: Audit = pool.submit([settings])[0].result()
+            return outcome
     except WorkerEnded as error:
         raise ConfigError(f"{shown(args.make)}: the trainer ended its process ({error})") from error
 
@@ -106,38 +106,38 @@ def _audited(make: Make, import_make: ImportMake, settings: Mapping[str, int]) -
     return audit(make, import_make=import_make, **settings)
 
 
-def _print(found: Audit) -> None:
+def _print(outcome: Audit) -> None:
     console, width = PipeConsole(highlight=False, soft_wrap=True), terminal_width()
     table = PlainTable("promise", "verdict", "parameters", "loss", "smallest case")
-    for verdict in found.verdicts:
+    for verdict in outcome.verdicts:
         by = map(_percent, (verdict.by, verdict.loss_by))
         table.add_row(verdict.promise, verdict.status, *by, str(verdict.case or ""))
     console.print(table)
     console.print()
-    for line in _lines(found):
+    for line in _lines(outcome):
         console.print(folded(line, 2, width))
 
 
-def _lines(found: Audit) -> Iterator[str]:
+def _lines(outcome: Audit) -> Iterator[str]:
     """Yields the reasons of verdicts, the tolerances, the effect of a NaN, and the broken
     promises.
     """
     promises: dict[str, list[str]] = {}
-    for verdict in found.verdicts:
+    for verdict in outcome.verdicts:
         if verdict.status != "holds" or verdict.reason:
             promises.setdefault(_reason(verdict), []).append(verdict.promise)
     yield from (f"{', '.join(names)}: {reason}" for reason, names in promises.items())
     spread = (
-        f"parameters may differ by {found.tolerance:.1e} (by {found.spread:.1e} over permutations "
+        f"parameters may differ by {outcome.tolerance:.1e} (by {outcome.spread:.1e} over permutations "
         "of the rows)"
     )
-    has_loss = found.loss_tolerance is not None
+    has_loss = outcome.loss_tolerance is not None
     of_loss = (
-        f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})" if has_loss else ""
+        f", losses by {outcome.loss_tolerance:.1e} ({outcome.loss_spread:.1e})" if has_loss else ""
     )
     yield f"tolerance: {spread}{of_loss}"
-    yield f"a NaN among the weights of a batch: {found.nan} (no promise is about this)"
-    names = ", ".join(verdict.promise for verdict in found.broken)
+    yield f"a NaN among the weights of a batch: {outcome.nan} (no promise is about this)"
+    names = ", ".join(verdict.promise for verdict in outcome.broken)
     yield f"broken: {names}" if names else "no promise is broken"
 
 
@@ -149,9 +149,9 @@ def _percent(share: float | None) -> str:
 def _reason(verdict: Verdict) -> str:
     if verdict.status != "broken":
         return verdict.reason
-    parts = [verdict.cause, verdict.explanation, verdict.reason]
+    reasons = [verdict.cause, verdict.explanation, verdict.reason]
     if verdict.array is None and not verdict.reason:
-        parts.append("of the reported loss alone")
+        reasons.append("of the reported loss alone")
     if verdict.terms:
-        parts.append(f"it changes {', '.join(verdict.terms)}")
-    return "; ".join(filter(None, parts))
+        reasons.append(f"it changes {', '.join(verdict.terms)}")
+    return "; ".join(filter(None, reasons))

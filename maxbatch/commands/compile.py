@@ -152,13 +152,13 @@ def _smaller(
       ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch
         is broken there.
     """
-    found = []
+    machines = []
     for left, _ in smaller_targets(args, target):
         try:
-            found.append((left, plan_on(config, left)))
+            machines.append((left, plan_on(config, left)))
         except ConfigError as error:
             raise ConfigError(f"--survive {args.survive}: {left.name}: {error}") from error
-    return found
+    return machines
 
 
 def _compile_run(
@@ -205,7 +205,9 @@ def _compile_run(
             raise _does_not_fit(
                 name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size"
             )
-    executables = {name: one.executable for name, one in done.items() if one.executable is not None}
+    executables = {
+        name: program.executable for name, program in done.items() if program.executable is not None
+    }
     keys = program_keys(config)
     seconds = [done[step_name(shape)].modelled.modelled_step_s for shape in shapes]
     size = (
@@ -217,11 +219,11 @@ def _compile_run(
     if is_first() and not is_json:
         _show(done, target, peak, folder, size)
     steps = [done[step_name(shape)] for shape in shapes]
-    return _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
+    return _figures(max(steps, key=lambda program: program.verdict.needed_bytes or 0)) | {
         "target": target.name,
         "devices": device_facts(target.devices),
         "mfu_peak": peak and peak._asdict(),
-        "programs": {name: _figures(one) for name, one in done.items()},
+        "programs": {name: _figures(program) for name, program in done.items()},
         "output": str(folder),
         "saved_bytes": size,
     }
@@ -248,8 +250,8 @@ def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> T
     )
 
 
-def _figures(one: Compiled) -> dict[str, object]:
-    return _memory_figures(one.verdict) | one.modelled.to_dict()
+def _figures(program: Compiled) -> dict[str, object]:
+    return _memory_figures(program.verdict) | program.modelled.to_dict()
 
 
 def _memory_figures(verdict: Verdict) -> dict[str, object]:
@@ -272,12 +274,12 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object
     as temporary.
     """
     arguments, needed = known.parameters + known.optimizer + known.batch, verdict.needed_bytes
-    parts = {
+    sizes = {
         "argument_bytes": arguments,
         "temp_bytes": None if needed is None else max(0, needed - arguments),
         "alias_bytes": known.parameters + known.optimizer,
     }
-    return parts | _memory_figures(verdict) | {"target": target.name}
+    return sizes | _memory_figures(verdict) | {"target": target.name}
 
 
 def _show(
@@ -290,15 +292,15 @@ def _show(
 
     columns = ("program", "arguments", "temporaries", "needed", "available", "compiled in")
     table = Table(*columns, title=target.name)
-    for name, one in done.items():
-        verdict, memory = one.verdict, one.verdict.memory
-        parts = (memory.argument_bytes, memory.temp_bytes) if memory else (None, None)
-        cells = (*parts, verdict.needed_bytes, verdict.available_bytes)
+    for name, program in done.items():
+        verdict, memory = program.verdict, program.verdict.memory
+        sizes = (memory.argument_bytes, memory.temp_bytes) if memory else (None, None)
+        cells = (*sizes, verdict.needed_bytes, verdict.available_bytes)
         table.add_row(name, *map(gigabytes, cells), f"{verdict.seconds:.1f} s")
     PipeConsole().print(table)
     if target.devices[0].platform == "cpu":
         print(printable(f"available: {target.memory_source}"))
-    show_time({name: one.modelled for name, one in done.items()})
+    show_time({name: program.modelled for name, program in done.items()})
     if peak:
         print(f"MFU refers to {peak.in_words()}")
     print(printable(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}"))

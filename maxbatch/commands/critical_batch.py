@@ -117,11 +117,9 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> M
     """
     path = folder / "plans.json"
     plans: dict[str, dict[str, object]] = read_json(path, "remove it", dict) or {}
-    stated = {
-        name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")
-    }
+    flags = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     texts = {
-        name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()
+        name: joined(value) if isinstance(value, tuple) else value for name, value in flags.items()
     }
     if args.decay:
         texts["decay"] = "yes"
@@ -151,18 +149,18 @@ def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> N
     )
 
 
-def _conclude(found: Measurement, folder: AnyPath, console: Console, svg: str | None) -> None:
-    path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
-    write_json(path, found.to_json())
-    console.print(found.table())
+def _conclude(measurement: Measurement, folder: AnyPath, console: Console, svg: str | None) -> None:
+    path, plan, stages = folder / CRITICAL_BATCH_FILE.name, measurement.plan, measurement.stages
+    write_json(path, measurement.to_json())
+    console.print(measurement.table())
     console.print(
-        f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; "
+        f"tolerance: {measurement.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; "
         "?: the noise is larger than the distance to the tolerance"
     )
-    for result in found.forks:
+    for result in measurement.forks:
         console.print(str(result))
-    page = Page(f"maxbatch critical-batch: {found.run.path.name}")
-    add_critical_batch(page, found.to_json())
+    page = Page(f"maxbatch critical-batch: {measurement.run.path.name}")
+    add_critical_batch(page, measurement.to_json())
     console.print(page.save(folder / "critical_batch.html"))
     if svg:
         console.print(page.write_svg(as_typed(svg)))
@@ -172,7 +170,7 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console, svg: str | 
             f"no larger batch than {stages[0][1]:,} is within the tolerance at every later "
             "checkpoint"
         )
-    if all(result.critical.is_at_least for result in found.forks):
+    if all(result.critical.is_at_least for result in measurement.forks):
         further = joined((*plan.factors, 2 * plan.factors[-1]))
         console.print(
             "the largest batch tried is within the tolerance everywhere; to go further: "
@@ -183,22 +181,22 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console, svg: str | 
             "one checkpoint does not show how the critical batch size changes; train with "
             "max_num_checkpoints_to_keep=null"
         )
-    console.print(folded_command(f"next: {found.command}", 6, terminal_width()))
+    console.print(folded_command(f"next: {measurement.command}", 6, terminal_width()))
 
 
 def _num_devices() -> int:
     """Returns the number of devices of a branch, counted in another process so that they stay
     free.
     """
-    found = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.device_count())"],
         capture_output=True,
         text=True,
     )
-    if found.returncode:
-        reason = (found.stderr.strip().splitlines() or ["JAX does not start"])[-1]
+    if child.returncode:
+        reason = (child.stderr.strip().splitlines() or ["JAX does not start"])[-1]
         raise ConfigError(f"no device: {reason}; works: --simulate-devices 1")
-    return int(found.stdout)
+    return int(child.stdout)
 
 
 def _numbers(text: str, kind: str) -> tuple[Any, ...]:

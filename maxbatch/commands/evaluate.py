@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.around.loaded_model import LoadedModel
 
     check_installed()
-    found = evaluate(
+    scores = evaluate(
         LoadedModel(model_of(args), args.overrides, args.averaged),
         [name for name in args.tasks.split(",") if name],
         include_path=args.include_path,
@@ -69,24 +69,24 @@ def run(args: argparse.Namespace) -> int:
         apply_chat_template=args.apply_chat_template,
     )
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(scores))
     else:
-        _print(found)
+        _print(scores)
     return EXIT_DONE
 
 
-def _print(found: Mapping[str, Any]) -> None:
+def _print(scores: Mapping[str, Any]) -> None:
     table = PlainTable(
         "task", "shots", "documents", "metric", "better", "filter", "value", "standard error"
     )
-    for task, metrics in found["results"].items():
+    for task, metrics in scores["results"].items():
         for name, metric, of_filter, value, error in _rows(metrics):
             shots, documents = (
-                found["n-shot"].get(task, ""),
-                found["n-samples"].get(task, {}).get("effective", ""),
+                scores["n-shot"].get(task, ""),
+                scores["n-samples"].get(task, {}).get("effective", ""),
             )
             better = {True: "higher", False: "lower"}.get(
-                found["higher_is_better"].get(task, {}).get(metric), ""
+                scores["higher_is_better"].get(task, {}).get(metric), ""
             )
             table.add_row(
                 name or task, str(shots), str(documents), metric, better, of_filter, value, error

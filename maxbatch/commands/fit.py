@@ -85,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
     rows = [FittedMachine(target, args.slices, wanted, choices[0], None)]
     for left, num_slices in smaller:
         try:
-            found = _search(config, left, args, say)
-            best = found.choices[0] if found.choices else None
-            refusal = None if best else _too_large(found.ways, left)
+            search_left = _search(config, left, args, say)
+            best = search_left.choices[0] if search_left.choices else None
+            refusal = None if best else _too_large(search_left.ways, left)
         except ConfigError as error:
             best, refusal = None, str(error)
         rows.append(FittedMachine(left, num_slices, wanted, best, refusal))
@@ -143,7 +143,7 @@ def _stated(args: argparse.Namespace) -> frozenset[str]:
     return frozenset(name for name, setting in settings.items() if setting.layer != "base.yml")
 
 
-def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
+def _ways(wanted: Wanted, fixed: frozenset[str], say: Callable[[str], None]) -> list[Way]:
     """Returns the ways to compile: on each mesh every remat policy if the batch is stated.
 
     Raises:
@@ -158,7 +158,7 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     config, target = wanted.config, wanted.target
     meshes: list[dict[str, Value]] = []
     if wanted.any_mesh:
-        meshes = list(proposals(config, stated, len(target.devices), num_slices(target.devices)))
+        meshes = list(proposals(config, fixed, len(target.devices), num_slices(target.devices)))
     policies = (
         dict.fromkeys((*POLICIES, config.remat_policy))
         if wanted.states_batch
@@ -166,10 +166,10 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     )
     ways, refused = [], list[ConfigError]()
     for axes in meshes or [{}]:
-        one = config.replaced(axes)
+        on_mesh = config.replaced(axes)
         try:
-            plan = plan_on(one, target)
-            sizes = Sizes.of(one, plan)
+            plan = plan_on(on_mesh, target)
+            sizes = Sizes.of(on_mesh, plan)
         except ConfigError as error:
             refused.append(error)
             continue
@@ -177,7 +177,9 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
         for policy in policies:
             ways.append(
                 Way(
-                    CompilerOracle(one.replaced({"remat_policy": policy}), target, plan.mesh, say),
+                    CompilerOracle(
+                        on_mesh.replaced({"remat_policy": policy}), target, plan.mesh, say
+                    ),
                     sizes,
                     name,
                 )

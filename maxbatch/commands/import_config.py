@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "leave out unsupported words, unless one states the batch, the length, the data or the "
         "model"
     )
-    one = "number of the command to read, from 1, if several in a shell file train"
-    parser.add_argument("--command", metavar="N", type=count, help=one)
+    number = "number of the command to read, from 1, if several in a shell file train"
+    parser.add_argument("--command", metavar="N", type=count, help=number)
     devices = "devices of a run, for which the batch is printed; TRL counts its batch on them"
     parser.add_argument("--devices", metavar="N", type=count, help=devices)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
@@ -194,8 +194,8 @@ def _splits_of_launcher(run: shell.Command, path: Path) -> dict[str, Stated]:
     """Returns the devices of a replica that `accelerate launch` states, by flags or in a file that
     is here.
     """
-    stated = shell.settings_of(run.start[:-1], shown_path(path))
-    named = stated.get("config_file")
+    flags = shell.settings_of(run.start[:-1], shown_path(path))
+    named = flags.get("config_file")
     file = path.parent / named if isinstance(named, str) else None
     of_file = (
         reading.read_yaml(file)
@@ -204,7 +204,7 @@ def _splits_of_launcher(run: shell.Command, path: Path) -> dict[str, Stated]:
     )
     return {
         word: value
-        for word, value in (of_file | stated).items()
+        for word, value in (of_file | flags).items()
         if word.startswith(_SPLITS_OF_ACCELERATE)
     }
 
@@ -221,8 +221,8 @@ def _splits_of_deepspeed(words: Mapping[str, Stated], path: Path) -> dict[str, S
     if not isinstance(named, str) or not named.endswith(".json"):
         return {}
     file = next((place for place in (path.parent / named, Path(named)) if place.is_file()), None)
-    stated = {} if file is None else reading.read_yaml(file)
-    return {f"deepspeed.{name}": stated[name] for name in _SPLITS_OF_DEEPSPEED if name in stated}
+    of_file = {} if file is None else reading.read_yaml(file)
+    return {f"deepspeed.{name}": of_file[name] for name in _SPLITS_OF_DEEPSPEED if name in of_file}
 
 
 def _described_data(words: Mapping[str, Stated], path: Path) -> Mapping[str, object]:
@@ -238,12 +238,12 @@ def _described_data(words: Mapping[str, Stated], path: Path) -> Mapping[str, obj
     )
     if file is None:
         return {}
-    found = read_json(file / "dataset_info.json", shown_path(file / "dataset_info.json"))
-    sets = found.items() if isinstance(found, dict) else ()
+    described = read_json(file / "dataset_info.json", shown_path(file / "dataset_info.json"))
+    sets = described.items() if isinstance(described, dict) else ()
     return {
-        name: {**one, "path": str(file / one["file_name"])}
-        for name, one in sets
-        if isinstance(one, dict) and isinstance(one.get("file_name"), str)
+        name: {**entry, "path": str(file / entry["file_name"])}
+        for name, entry in sets
+        if isinstance(entry, dict) and isinstance(entry.get("file_name"), str)
     }
 
 
@@ -291,24 +291,28 @@ def recognised_format(path: Path, command: int | None = None) -> str:
     shared = Counter(name for names in having.values() for name in names)
     alone = Counter(names[0] for names in having.values() if len(names) == 1)
     most = signs if any(signs.values()) else alone
-    found = sorted(
+    candidates = sorted(
         (name for name in most if most[name]), key=lambda name: (-most[name], -shared[name])
     )
-    if not found and not shared:
+    if not candidates and not shared:
         raise ConfigError(
             f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format"
         )
-    if not found or (
-        len(found) > 1 and (most[found[1]], shared[found[1]]) == (most[found[0]], shared[found[0]])
+    if not candidates or (
+        len(candidates) > 1
+        and (most[candidates[1]], shared[candidates[1]])
+        == (most[candidates[0]], shared[candidates[0]])
     ):
-        named = found or [name for name, count in shared.items() if count == max(shared.values())]
+        named = candidates or [
+            name for name, count in shared.items() if count == max(shared.values())
+        ]
         whose = first_of([_program(name) for name in named], 8)
         works = f"works: maxbatch import {named[0]} {shlex.quote(str(path))}"
         raise ConfigError(
             f"{shown_path(path)}: has no words that one program alone has, but those of {whose}; "
             f"{works}"
         )
-    name = found[0]
+    name = candidates[0]
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
@@ -374,11 +378,13 @@ def _print_batch(config: Config, devices: int) -> None:
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
-    found = [fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.is_essential)]
-    if not found:
+    refused = [
+        fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.is_essential)
+    ]
+    if not refused:
         return
     sys.stdout.flush()
-    said = first_of([f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found], 8, ";")
+    said = first_of([f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in refused], 8, ";")
     if skip:
         raise ConfigError(
             "not supported, although they state the batch, the length, the data or the model: "
@@ -386,7 +392,7 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
         )
     works = (
         "works: --skip-unsupported, which leaves them out"
-        if not any(f.is_essential for f in found)
+        if not any(f.is_essential for f in refused)
         else ""
     )
     raise ConfigError(f"not supported: {said}" + (f"; {works}" if works else ""))

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args, needs=())
     if not is_remote(config.run_dir):  # a plan asks no bucket
         refuse_foreign(config.run_dir)
-    own = own_parts_of(config.own_parts)
+    own_parts = own_parts_of(config.own_parts)
     recipe = config.recipe
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     check_divides("--slices ", args.slices, args.devices or 1)
     epoch = (
         args.samples_per_epoch
-        if "stream" in own
+        if "stream" in own_parts
         else _samples_per_epoch(config, args.samples_per_epoch)
     )
     check_epochs(config.plan, epoch)
@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     warnings = [*plan.warnings, *_epochs_of_default_data(config, plan, args.samples_per_epoch)]
     for warning in warnings:
         warn(warning)
-    model, peak = _model(config) if "model" not in own else {}, _known_peak(config, args.topology)
+    model = {} if "model" in own_parts else _model(config)
+    peak = _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     timed = update_time(
         config,
@@ -142,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
         )
         printed |= time._asdict() if time else {}
         printed["warnings"] = warnings
-        if own:
-            printed["own_parts"] = own
+        if own_parts:
+            printed["own_parts"] = own_parts
         if recipe.has_answers:
             printed["trained_tokens_per_step"] = of_update
         if rows:
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         if args.words:
             from maxbatch.plan.frameworks import settings_of
 
-            printed["words"] = [own._asdict() for own in settings_of(plan)]
+            printed["words"] = [settings._asdict() for settings in settings_of(plan)]
         print(json.dumps(printed, indent=2))
         return 0
     from maxbatch.plan.view import render_frameworks, render_layout, render_plan
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     console = PipeConsole()
     of_own = "\n".join(
         f"{argument}: {name}, which only maxbatch.train can be given"
-        for argument, name in own.items()
+        for argument, name in own_parts.items()
     )
     of_model = "\n".join(filter(None, (_in_words(model) if model else "", of_own)))
     of_model = f"{of_model}\n{_peak_in_words(peak, config.quantization)}"
@@ -330,7 +331,7 @@ def _peak_in_words(peak: Peak | None, quantization: str) -> str:
     return f"MFU refers to the device's {where}"
 
 
-def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
+def _samples_per_epoch(config: Config, samples: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
     The stream and NumPy are imported only if the cache does not know, which keeps a plan
@@ -344,25 +345,25 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
         config.dataset_type in ("synthetic", *STORES)
         or cache_folder(config.data_cache_dir).is_dir()
     )
-    if not may_be_mixture and (stated or not may_be_cached):
-        return stated
+    if not may_be_mixture and (samples or not may_be_cached):
+        return samples
     from maxbatch.data.stream.epoch_lengths import remembered_length
 
     known = config.stream
     if (remembered := remembered_length(known)) is not None:
-        return stated or remembered
+        return samples or remembered
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 
     cached = samples_per_epoch_if_cached(known)  # also refuses a mixture that training would refuse
-    return stated or cached
+    return samples or cached
 
 
-def _epochs_of_default_data(config: Config, plan: BatchPlan, stated: int | None) -> list[str]:
+def _epochs_of_default_data(config: Config, plan: BatchPlan, samples: int | None) -> list[str]:
     """Returns a warning about many epochs of the default data: the run's own data was not
     stated.
     """
     is_default = (
-        config.dataset_type == "python_stdlib" and not config.dataset_path and stated is None
+        config.dataset_type == "python_stdlib" and not config.dataset_path and samples is None
     )
     if (
         not is_default
@@ -390,9 +391,9 @@ def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
 
 
 def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:
-    parts = plan.gradient_accumulation_steps * plan.batch_shards
-    if parts > _MOST_PARTS:
-        rule = f"prints every part of an update with --layout, and there are {parts}"
+    shards = plan.gradient_accumulation_steps * plan.batch_shards
+    if shards > _MOST_PARTS:
+        rule = f"prints every part of an update with --layout, and there are {shards}"
         works = "works: --layout without --json, which draws the first and the last"
         raise ConfigError(f"--json: {rule}; they must be at most {_MOST_PARTS}; {works}")
     return plan.layout()

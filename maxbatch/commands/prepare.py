@@ -116,9 +116,9 @@ def _check_dataset(config: StreamConfig) -> None:
         what = (
             "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
         )
-        stated = [f"{name}={config[name]}" for name in ("dataset_type", "dataset_path")]
+        settings = [f"{name}={config[name]}" for name in ("dataset_type", "dataset_path")]
         works = (
-            shlex.join(["maxbatch", "train", *stated])
+            shlex.join(["maxbatch", "train", *settings])
             if config.dataset_path
             else "dataset_type=python_stdlib"
         )

@@ -56,34 +56,34 @@ def run(args: Namespace) -> int:
     simulate_devices(args.simulate_devices)
     from maxbatch.around.replay.replayed import replay
 
-    found = replay(recorded, checkpoint, args.step, args.top)
-    for difference in found.differences:
+    replayed = replay(recorded, checkpoint, args.step, args.top)
+    for difference in replayed.differences:
         note(difference)
-    for store in found.stores:
+    for store in replayed.stores:
         note(f"{store}: does not state the files of its documents; they are named by their numbers")
     if args.json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(replayed.to_json()))
     else:
-        _print(found)
-    return EXIT_FAILED if found.differences else EXIT_DONE
+        _print(replayed)
+    return EXIT_FAILED if replayed.differences else EXIT_DONE
 
 
-def _print(found: Replayed) -> None:
-    console, update = PipeConsole(highlight=False, soft_wrap=True), found.update
+def _print(replayed: Replayed) -> None:
+    console, update = PipeConsole(highlight=False, soft_wrap=True), replayed.update
     console.print(
-        f"update {update.step}, taken again from {found.start}\n"
+        f"update {update.step}, taken again from {replayed.start}\n"
         f"loss {_figure(update.loss)}, recorded {_figure(update.recorded_loss)}\n"
         f"grad_norm {_figure(update.grad_norm)}, recorded {_figure(update.recorded_grad_norm)}\n"
         f"data_fingerprint {update.data_fingerprint}, recorded "
         f"{update.recorded_data_fingerprint}"
     )
     table = PlainTable("sample", "loss", "weight", "grad_norm", "share", "documents")
-    for sample, documents in found.samples:
+    for sample, documents in replayed.samples:
         figures = map(_figure, (sample.loss, sample.weight, sample.grad_norm, sample.share))
-        places = first_of([str(one) for one in documents if str(one)], _MOST_DOCUMENTS)
+        places = first_of([str(document) for document in documents if str(document)], _MOST_DOCUMENTS)
         table.add_row(str(sample.index), *figures, places)
     console.print(table)
-    console.print(f'their rows, here and ahead: skip_samples="{found.skip_samples}"')
+    console.print(f'their rows, here and ahead: skip_samples="{replayed.skip_samples}"')
 
 
 def _figure(value: float | None) -> str:

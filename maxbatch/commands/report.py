@@ -112,9 +112,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         if args.watch:
             raise ConfigError("--watch: must not be given beside --json, which prints once")
-        found = _read(paths)
-        print(json.dumps(to_json([run for one in found for run in one.runs]), indent=2))
-        page = _page(paths, found) if args.output or args.svg else None
+        folders = _read(paths)
+        print(json.dumps(to_json([run for folder in folders for run in folder.runs]), indent=2))
+        page = _page(paths, folders) if args.output or args.svg else None
         if page and args.output:
             page.write(as_typed(args.output))
         if page and args.svg:
@@ -124,12 +124,12 @@ def run(args: argparse.Namespace) -> int:
     output = as_typed(args.output) if args.output else beside / "report.html"
     # before they are read, so that `--watch` notices a line written meanwhile
     drawn = metrics_files(paths)
-    found = _read(paths)
-    page = _page(paths, found, args.watch or 0)
+    folders = _read(paths)
+    page = _page(paths, folders, args.watch or 0)
     page.write(output)
     if args.svg:
         note(page.write_svg(as_typed(args.svg)))
-    for run in (run for one in found if one.sweep is None for run in one.runs):
+    for run in (run for folder in folders if folder.sweep is None for run in folder.runs):
         if line := goodput_line(run):
             note(f"{run.name}: {line}")
     print(printable(str(output)), flush=True)
@@ -164,8 +164,8 @@ def metrics_files(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
         for path in paths
         for file in (path / METRICS_FILE, *path.glob(f"trials/*/{METRICS_FILE}"))
     ]
-    found = [(str(file), file.stat()) for file in files if file.is_file()]
-    return [(name, status.st_size, status.st_mtime) for name, status in found]
+    statuses = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, status.st_size, status.st_mtime) for name, status in statuses]
 
 
 def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
@@ -173,35 +173,35 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     return _page(paths, _read(paths), reloads_s)
 
 
-class _Found(NamedTuple):
+class _Folder(NamedTuple):
     """The content of a folder."""
 
     sweep: dict[str, Any] | None  # None for a run
     runs: list[ReportedRun]  # of a sweep, its best trials
 
 
-def _read(paths: Sequence[AnyPath]) -> list[_Found]:
+def _read(paths: Sequence[AnyPath]) -> list[_Folder]:
     """Returns the contents of these folders."""
     return [
         _read_sweep(path, f"{name}: " if len(paths) > 1 else "")
         if _is_sweep(path)
-        else _Found(None, [ReportedRun.read(path, name)])
+        else _Folder(None, [ReportedRun.read(path, name)])
         for path, name in zip(paths, _names(paths), strict=True)
     ]
 
 
-def _page(paths: Sequence[AnyPath], found: Sequence[_Found], reloads_s: int = 0) -> Page:
+def _page(paths: Sequence[AnyPath], folders: Sequence[_Folder], reloads_s: int = 0) -> Page:
     names = _names(paths)
     page = Page(
         f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s
     )
-    for one in found:
-        if one.sweep is not None:
-            add_sweep(page, one.sweep)
-            num_trials = sum(bool(trial["steps"]) for trial in one.sweep["trials"])
-            if len(one.runs) < num_trials:
-                page.add(paragraph(f"Below: the {len(one.runs)} best of {num_trials} trials."))
-    if runs := [run for one in found for run in one.runs]:
+    for folder in folders:
+        if folder.sweep is not None:
+            add_sweep(page, folder.sweep)
+            num_trials = sum(bool(trial["steps"]) for trial in folder.sweep["trials"])
+            if len(folder.runs) < num_trials:
+                page.add(paragraph(f"Below: the {len(folder.runs)} best of {num_trials} trials."))
+    if runs := [run for folder in folders for run in folder.runs]:
         _add_runs(page, runs)
     for path in paths:
         remedy = f"`maxbatch critical-batch {shlex.quote(str(path))}` writes it"
@@ -218,7 +218,7 @@ def _is_sweep(path: AnyPath) -> bool:
         return SweepFolder(path).is_sweep
 
 
-def _read_sweep(path: AnyPath, prefix: str) -> _Found:
+def _read_sweep(path: AnyPath, prefix: str) -> _Folder:
     """Returns a sweep and its best trials, whose names begin with a prefix."""
     folder = SweepFolder(path)
     sweep = folder.to_dict()
@@ -230,7 +230,7 @@ def _read_sweep(path: AnyPath, prefix: str) -> _Found:
         )
         name = f"{prefix}{trial['number']}: {', '.join(values)}"
         runs.append(ReportedRun.read(folder.trial_folder(trial["number"]), name))
-    return _Found(sweep, runs)
+    return _Folder(sweep, runs)
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
@@ -287,8 +287,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     for run in runs:
         page.add(*goodput_section(run, named=len(runs) > 1))
     for run in runs:
-        if found := read_answers(run.path):
-            step, answers = found
+        if recorded := read_answers(run.path):
+            step, answers = recorded
             title = f"{run.name}: answers" if len(runs) > 1 else "Answers"
             page.add(
                 heading(f"{title} to held-out records, after {step:,} updates"),
@@ -302,15 +302,15 @@ def _loads(run: ReportedRun, is_one_of_many: bool) -> Figure | None:
     """Returns the loads of a run's experts, at most `_MOST_LOADS` updates of them; None without
     experts.
     """
-    found = [
+    records = [
         record for record in run.records if isinstance(record.get(Metric.EXPERT_CHOICES), dict)
     ]
-    found = found[:: -(-len(found) // _MOST_LOADS)] if found else []
+    records = records[:: -(-len(records) // _MOST_LOADS)] if records else []
     title = f"{run.name}: load of each expert" if is_one_of_many else "Load of each expert"
-    choices = [record[Metric.EXPERT_CHOICES] for record in found]
+    choices = [record[Metric.EXPERT_CHOICES] for record in records]
     return (
-        loads_over_time(title, [record[Metric.STEP] for record in found], choices)
-        if found
+        loads_over_time(title, [record[Metric.STEP] for record in records], choices)
+        if records
         else None
     )
 
@@ -318,9 +318,9 @@ def _loads(run: ReportedRun, is_one_of_many: bool) -> Figure | None:
 def _names(paths: Sequence[AnyPath]) -> list[str]:
     """Returns the shortest distinct ends of the paths."""
     real = [os.path.realpath(path) if isinstance(path, Path) else str(path) for path in paths]
-    parts = [PurePosixPath(text).parts for text in real]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
+    split = [PurePosixPath(text).parts for text in real]
+    for depth in range(1, max(map(len, split)) + 1):
+        names = ["/".join(part[-depth:]) for part in split]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
@@ -346,7 +346,7 @@ def plan_of(run: ReportedRun, is_open: bool) -> str:
     """
     if run.config is None:
         return ""
-    parts = [_devices_table(run.devices)] if run.devices else []
+    blocks = [_devices_table(run.devices)] if run.devices else []
     now = run.devices[-1] if run.devices else DevicesUsed(1, "", 1, 1, 1, {})
     try:
         plan = BatchPlan.from_config(
@@ -358,30 +358,30 @@ def plan_of(run: ReportedRun, is_open: bool) -> str:
         )
     except ConfigError as error:
         return details(
-            run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open
+            run.name, *blocks, paragraph(f"cannot be planned here: {error}"), is_open=is_open
         )
-    parts.append(paragraph(equation(plan)))
+    blocks.append(paragraph(equation(plan)))
     if not run.devices:
-        parts.append(
+        blocks.append(
             paragraph(
                 "Planned for 1 device: the run did not record its devices. The global batch and "
                 "the steps are the same on any number."
             )
         )
-    found = plan.to_dict()
-    stages = found.pop("stages")
+    figures = plan.to_dict()
+    stages = figures.pop("stages")
     rows = [
         [i, *(stage[key] for key in _STAGES.values())]
         for i, stage in enumerate(stages[:_MOST_STAGES])
     ]
-    parts.append(table(("stage", *_STAGES), rows))
+    blocks.append(table(("stage", *_STAGES), rows))
     if len(stages) > _MOST_STAGES:
-        parts.append(paragraph(f"The first {_MOST_STAGES} of {len(stages)} stages."))
-    numbers = [[name, value] for name, value in found.items() if name != "warnings"]
+        blocks.append(paragraph(f"The first {_MOST_STAGES} of {len(stages)} stages."))
+    numbers = [[name, value] for name, value in figures.items() if name != "warnings"]
     half = -(-len(numbers) // 2)
     pairs = itertools.zip_longest(numbers[:half], numbers[half:], fillvalue=["", ""])
-    parts.append(table(("",) * 4, [[*left, *right] for left, right in pairs]))
-    return details(run.name, *parts, is_open=is_open)
+    blocks.append(table(("",) * 4, [[*left, *right] for left, right in pairs]))
+    return details(run.name, *blocks, is_open=is_open)
 
 
 def _devices_table(history: Sequence[DevicesUsed]) -> str:
@@ -412,9 +412,9 @@ def config_differences(runs: Sequence[ReportedRun]) -> str:
         if name != "run_dir"
     }
     rows = [[name, *values] for name, values in texts.items() if len(set(values)) > 1]
-    found = (
+    content = (
         table(["key", *(name for name, _ in configs)], rows)
         if rows
         else paragraph("No key differs.")
     )
-    return heading(f"Config, {title}") + found if configs else ""
+    return heading(f"Config, {title}") + content if configs else ""

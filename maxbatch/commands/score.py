@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if not kept:
         raise source.error("holds no record")
     try:
-        found = model.score([json.loads(document.utf8) for document in kept])
+        scores = model.score([json.loads(document.utf8) for document in kept])
     except RecordFault as fault:
         raise source.bad_record(kept[fault.number - 1], fault.problem) from fault
     skipped = [
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if not document.utf8
     ]
     reasons = Counter(kind_of(reason) for _, reason in skipped)
-    for record in found.skipped:
+    for record in scores.skipped:
         reason = record.reason
         if record.equal_to:
             first = kept[record.equal_to - 1]
@@ -88,16 +88,16 @@ def run(args: argparse.Namespace) -> int:
         skipped.append((source.record_number(kept[record.number - 1]), reason))
     if skipped:
         note(f"FILE={shown(repr(args.file))}: {skipped_text(len(skipped), reasons)}")
-    numbers = [source.record_number(kept[score.number - 1]) for score in found.records]
+    numbers = [source.record_number(kept[score.number - 1]) for score in scores.records]
     if args.json:
-        print(json.dumps(_figures(found, numbers, sorted(skipped))))
+        print(json.dumps(_figures(scores, numbers, sorted(skipped))))
     else:
-        _print(found, numbers)
+        _print(scores, numbers)
     return EXIT_DONE
 
 
 def _figures(
-    found: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int, str]]
+    scores: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int, str]]
 ) -> dict[str, object]:
     """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
     rows = [
@@ -107,13 +107,13 @@ def _figures(
             "weights": score.weights.tolist(),
             "loss": score.loss,
         }
-        for number, score in zip(numbers, found.records, strict=True)
+        for number, score in zip(numbers, scores.records, strict=True)
     ]
     left_out = [{"record": number, "reason": reason} for number, reason in skipped]
     return {
         "records": rows,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
+        "loss": scores.loss,
+        "perplexity": scores.perplexity,
         "skipped_records": left_out,
     }
 
@@ -122,15 +122,15 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _print(found: Scores, numbers: Sequence[int]) -> None:
+def _print(scores: Scores, numbers: Sequence[int]) -> None:
     console = PipeConsole(highlight=False, soft_wrap=True)
     tokens = 0.0
-    for number, record in zip(numbers, found.records, strict=True):
+    for number, record in zip(numbers, scores.records, strict=True):
         trained = sum(record.weights.tolist())
         tokens += trained
         console.print(f"record {number}  tokens {trained:g}  loss {_number(record.loss)}")
-    names = f"{counted(len(found.records), 'record')}  tokens {tokens:,.0f}"
-    console.print(f"{names}  loss {_number(found.loss)}  perplexity {_number(found.perplexity)}")
+    names = f"{counted(len(scores.records), 'record')}  tokens {tokens:,.0f}"
+    console.print(f"{names}  loss {_number(scores.loss)}  perplexity {_number(scores.perplexity)}")
 
 
 def _number(value: float | None) -> str:

@@ -92,7 +92,7 @@ def survivors(
     Raises:
       ConfigError: nothing would be left.
     """
-    found = []
+    machines = []
     for left in smaller_machines(machine, survive):
         try:
             plan = BatchPlan.from_config(
@@ -103,11 +103,11 @@ def survivors(
                 samples_per_epoch=samples_per_epoch,
             )
         except ConfigError as error:
-            found.append(SurvivingMachine(left, None, str(error), None))
+            machines.append(SurvivingMachine(left, None, str(error), None))
             continue
         # The compiler knows no part of a slice.
         has_program = topology and (machine.num_slices > 1 or left == machine)
-        found.append(
+        machines.append(
             SurvivingMachine(
                 left,
                 plan,
@@ -115,7 +115,7 @@ def survivors(
                 _figures(config, topology, left.num_slices) if has_program else None,
             )
         )
-    return found
+    return machines
 
 
 def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFigures:
@@ -136,7 +136,7 @@ def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
     from maxbatch.plan.view import number_text
     from maxbatch.system.terminal.terminal import PlainTable
 
-    is_compiled = any(one.figures for one in rows)
+    is_compiled = any(row.figures for row in rows)
     heads = [
         "slices",
         "hosts",

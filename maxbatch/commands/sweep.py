@@ -158,17 +158,17 @@ def conclude(
         raise TrainingError(f"none of the {len(results)} trials finished; {why}{remedy}")
     if num_failed:
         console.print(again)
-    found = folder.to_dict()
+    summary = folder.to_dict()
     words = ["maxbatch", "train", str(folder.base), *best.trial.stated, "run_dir=runs/best"]
     page = Page(f"maxbatch sweep: {folder.path.name}")
-    add_sweep(page, found)
+    add_sweep(page, summary)
     console.print(page.save(folder.path / "sweep.html"))
     if svg is not None:
         console.print(page.write_svg(svg))
     console.print(
         f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}"
     )
-    for sentence in found["at_the_edge"]:
+    for sentence in summary["at_the_edge"]:
         console.print(sentence)
     console.print(folded_command(f"next: {shlex.join(words)}", 6, terminal_width()))
 

@@ -121,7 +121,9 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
     from maxbatch.run.compile.memory import gigabytes
     from maxbatch.system.terminal.terminal import PipeConsole
 
-    timed = {name: one for name, one in programs.items() if one.modelled_step_s is not None}
+    timed = {
+        name: program for name, program in programs.items() if program.modelled_step_s is not None
+    }
     if not timed:
         return
     columns = (
@@ -138,14 +140,17 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
         *columns,
         title="modelled time of a run: a model of the compiler's schedule, nothing is measured",
     )
-    for name, one in timed.items():
+    for name, program in timed.items():
         cycles = (
-            f"{(count or 0) / 1e6:,.1f}M" for count in (one.compute_cycles, one.kernel_cycles)
+            f"{(count or 0) / 1e6:,.1f}M"
+            for count in (program.compute_cycles, program.kernel_cycles)
         )
-        sent = map(gigabytes, (one.hidden_collective_bytes, one.exposed_collective_bytes))
-        rate, mfu = one.modelled_tokens_per_second_per_device, one.modelled_mfu
+        sent = map(gigabytes, (program.hidden_collective_bytes, program.exposed_collective_bytes))
+        rate, mfu = program.modelled_tokens_per_second_per_device, program.modelled_mfu
         rates = ("" if rate is None else f"{rate:,.0f}", "" if mfu is None else f"{mfu:.1%}")
-        table.add_row(name, *cycles, *sent, f"{(one.modelled_step_s or 0) * 1e3:,.1f} ms", *rates)
+        table.add_row(
+            name, *cycles, *sent, f"{(program.modelled_step_s or 0) * 1e3:,.1f} ms", *rates
+        )
     PipeConsole().print(table)
     name, largest = max(timed.items(), key=lambda pair: pair[1].modelled_step_s or 0)
     dearest = Table(

@@ -95,8 +95,8 @@ class TinyRun(NamedTuple):
 
     def config(self, run_dir: str) -> Config:
         """Returns its config, with every key stated in the highest layer, above the environment."""
-        stated = self.keys | {"run_dir": run_dir}
-        return load_config(overrides=[f"{name}={value_text(stated[name])}" for name in KEYS])
+        values = self.keys | {"run_dir": run_dir}
+        return load_config(overrides=[f"{name}={value_text(values[name])}" for name in KEYS])
 
     @property
     def num_devices(self) -> int:
@@ -114,7 +114,7 @@ def make_trial(config: Config) -> TinyRun:
     }
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
     texts = {recipe.key: False for recipe in Recipe.flagged()}  # synthetic data have no records
-    stated = (
+    keys = (
         config.to_dict()
         | _REPLACED
         | texts
@@ -122,13 +122,13 @@ def make_trial(config: Config) -> TinyRun:
         | _batch_keys(config, sizes)
     )
     for axis, size in sizes.items():
-        stated |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
+        keys |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
     has_held_out = bool(
         config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib"
     )
-    stated["eval_fraction"] = 0.1 if has_held_out else 0
-    stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
-    return TinyRun(stated, mesh)
+    keys["eval_fraction"] = 0.1 if has_held_out else 0
+    keys["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
+    return TinyRun(keys, mesh)
 
 
 def _model_keys(config: Config, stages: int) -> dict[str, object]:
@@ -184,24 +184,24 @@ def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
     schedule.
     """
     devices = math.prod(sizes.values())
-    parts = config.num_pipeline_microbatches
-    parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
+    microbatches = config.num_pipeline_microbatches
+    microbatches = microbatches if sizes["pipeline"] > 1 and 0 < microbatches <= _MOST_PARTS else -1
     rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (
-        abs(parts) * sizes["pipeline"] if parts < 0 else parts
+        abs(microbatches) * sizes["pipeline"] if microbatches < 0 else microbatches
     )
     passes = 1 if config.gradient_accumulation_steps == 1 else 2
-    stated: dict[str, object] = {
+    keys: dict[str, object] = {
         "per_device_batch_size": rows / devices,
         "gradient_accumulation_steps": passes,
         "global_batch_size": None,
         "batch_size_schedule": None,
         "enable_rampup_batch_size": False,
-        "num_pipeline_microbatches": parts,
+        "num_pipeline_microbatches": microbatches,
         "reference_batch_size": None,
     }
     batch = rows * passes
     if config.enable_rampup_batch_size:
-        stated |= {
+        keys |= {
             "enable_rampup_batch_size": True,
             "per_device_batch_size": 2 * rows / devices,
             "per_device_batch_size_start": rows / devices,
@@ -209,11 +209,11 @@ def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
             "global_rampup_samples": 2 * batch,
         }
     elif config.batch_size_schedule is not None:
-        stated |= {
+        keys |= {
             "batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}",
             "gradient_accumulation_steps": None,
         }
-    return stated
+    return keys
 
 
 def try_run(config: Config, trial: TinyRun) -> int:

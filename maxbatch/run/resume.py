@@ -1,5 +1,5 @@
-"""The state from which a start of a run continues: the newest whole state, over the checkpoints in `run_dir`
-and the local ones; else a first state.
+"""The state from which a start of a run continues: the newest whole one of the checkpoints in
+`run_dir` and the local ones; else a first state.
 """
 
 from __future__ import annotations

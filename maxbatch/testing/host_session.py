@@ -114,7 +114,8 @@ class HostSession:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         data = {key: value for key, value in data.items() if is_picklable(value)}
         data["user_properties"] = [
-            one if is_picklable(one) else (one[0], repr(one[1])) for one in report.user_properties
+            pair if is_picklable(pair) else (pair[0], repr(pair[1]))
+            for pair in report.user_properties
         ]
         return Reported(data)
 

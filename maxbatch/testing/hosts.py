@@ -174,7 +174,7 @@ class Hosts:
           until: `time.monotonic()` at which the hosts must have answered.
           too_late: the failure of a host that has not.
         """
-        found = Round()
+        outcome = Round()
         running = set(self._alive)
         waiting: dict[int, Exchange] = {}
         try:
@@ -189,11 +189,11 @@ class Hosts:
                         running -= self._killed
                     elif isinstance(message, Answer):
                         running.discard(host)
-                        found.answers[host] = message
+                        outcome.answers[host] = message
                         if isinstance(message, Started):
                             self._processes[host].main_thread = message.main_thread
                         if failure := _failure_of(host, message):
-                            found.failures.append(failure)
+                            outcome.failures.append(failure)
                             until = min(until, time.monotonic() + _GRACE_S)
                             too_late = f"{_GRACE_S:g} s after {named([host])} had failed"
                 dead = [
@@ -202,19 +202,19 @@ class Hosts:
                     if self._processes[host].is_dead()
                 ]
                 if dead:
-                    found.failures += dead
-                    self._end(running - {failure.host for failure in dead}, found, "ran")
-                    return found
+                    outcome.failures += dead
+                    self._end(running - {failure.host for failure in dead}, outcome, "ran")
+                    return outcome
                 self._continue_stopped()
                 if time.monotonic() >= until:
-                    self._end(running, found, f"still ran {too_late}")
-                    return found
+                    self._end(running, outcome, f"still ran {too_late}")
+                    return outcome
                 self._meet(waiting, running)
         except BaseException:
             self.kill()
             raise
-        self.has_failed = self.has_failed or bool(self._killed) or not _ended_alike(found)
-        return found
+        self.has_failed = self.has_failed or bool(self._killed) or not _ended_alike(outcome)
+        return outcome
 
     @property
     def is_usable(self) -> bool:
@@ -241,9 +241,9 @@ class Hosts:
         """
         if self.is_in_test:
             self.kill()
-        found = self.perform(Close(), time.monotonic() + _CLOSE_S, f"after {_CLOSE_S:g} s")
+        outcome = self.perform(Close(), time.monotonic() + _CLOSE_S, f"after {_CLOSE_S:g} s")
         self.kill()
-        return found.failures
+        return outcome.failures
 
     def kill(self) -> None:
         """Kills the hosts at once, with their child processes."""
@@ -335,22 +335,22 @@ class Hosts:
             how += ", by JAX: host 0, which keeps its coordination service, is dead"
         return how
 
-    def _end(self, running: set[int], found: Round, how: str) -> None:
+    def _end(self, running: set[int], outcome: Round, how: str) -> None:
         """Adds the stacks of the hosts that are still running, and kills all."""
         for host in sorted(running):
             what, stack = self._processes[host].stack()
-            found.failures.append(Failure(host, what or how, stack))
+            outcome.failures.append(Failure(host, what or how, stack))
         self.kill()
 
 
-def _ended_alike(found: Round) -> bool:
+def _ended_alike(outcome: Round) -> bool:
     """Returns whether no host failed, or all at the same place, so that none waits for a collective
     of another.
     """
     places = [
-        failure.report.place if failure.report else failure.text for failure in found.failures
+        failure.report.place if failure.report else failure.text for failure in outcome.failures
     ]
-    return not places or (len(places) == len(found.answers) and len(set(places)) == 1)
+    return not places or (len(places) == len(outcome.answers) and len(set(places)) == 1)
 
 
 def _failure_of(host: int, answer: Answer) -> Failure | None:
@@ -465,23 +465,25 @@ class Pool:
 
     def get(self, shape: Shape) -> Hosts:
         """Returns hosts of a shape, and starts them if there are none."""
-        found = self._hosts.pop(shape, None)
-        if found is not None and not found.is_usable:
-            found.close()
-            found = None
-        if found is None:
-            while self._hosts and sum(one.hosts for one in self._hosts) + shape.hosts > _MOST_HOSTS:
+        hosts = self._hosts.pop(shape, None)
+        if hosts is not None and not hosts.is_usable:
+            hosts.close()
+            hosts = None
+        if hosts is None:
+            while (
+                self._hosts and sum(kept.hosts for kept in self._hosts) + shape.hosts > _MOST_HOSTS
+            ):
                 self._hosts.popitem(last=False)[1].close()
-            found = self._start(shape)
-        self._hosts[shape] = found
-        return found
+            hosts = self._start(shape)
+        self._hosts[shape] = hosts
+        return hosts
 
     def close(self) -> list[Failure]:
         """Ends all hosts; returns the failures of their sessions."""
-        hosts, self._hosts = self._hosts, OrderedDict()
+        by_shape, self._hosts = self._hosts, OrderedDict()
         if os.getpid() != self._process:  # a fork of it
             return []
-        return [failure for one in hosts.values() for failure in one.close()]
+        return [failure for hosts in by_shape.values() for failure in hosts.close()]
 
 
 def _coverage() -> Mapping[str, str]:

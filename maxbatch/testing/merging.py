@@ -38,7 +38,7 @@ class _Shown(NamedTuple):
     chain: _Chain
 
 
-def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
+def merge(item: pytest.Item, phase: str, outcome: Round) -> Merged:
     """Returns one report of the answers of all hosts.
 
     The phase failed if it failed on any host; equal failures count once. If the first failure was
@@ -46,7 +46,7 @@ def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
     """
     answers = {
         host: answer
-        for host, answer in sorted(found.answers.items())
+        for host, answer in sorted(outcome.answers.items())
         if isinstance(answer, Reported)
     }
     reports = {host: _report(item, answer) for host, answer in answers.items()}
@@ -57,11 +57,13 @@ def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
         merged.user_properties += [
             pair for pair in report.user_properties if pair not in merged.user_properties
         ]
-    merged.wasxfail = next((one.wasxfail for one in every if hasattr(one, "wasxfail")), None)
-    skipped = {host: one for host, one in reports.items() if one.skipped}
-    expected = [host for host, one in skipped.items() if hasattr(one, "wasxfail")]
-    passed_wrongly = {host: one for host, one in reports.items() if _is_strict_xpass(one)}
-    causes = [failure for failure in found.failures if failure.host not in passed_wrongly]
+    merged.wasxfail = next(
+        (report.wasxfail for report in every if hasattr(report, "wasxfail")), None
+    )
+    skipped = {host: report for host, report in reports.items() if report.skipped}
+    expected = [host for host, report in skipped.items() if hasattr(report, "wasxfail")]
+    passed_wrongly = {host: report for host, report in reports.items() if _is_strict_xpass(report)}
+    causes = [failure for failure in outcome.failures if failure.host not in passed_wrongly]
     if causes and causes[0].host in expected:
         merged.outcome, merged.longrepr = "skipped", skipped[causes[0].host].longrepr
     elif causes:

@@ -35,8 +35,8 @@ def pod(request: pytest.FixtureRequest) -> Pod:
         pytest.fail(
             "the fixture pod needs the marker: @pytest.mark.pod(devices=4, hosts=2)", pytrace=False
         )
-    found: Pod = host.pod
-    return found
+    pod: Pod = host.pod
+    return pod
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

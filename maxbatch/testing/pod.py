@@ -92,29 +92,30 @@ class Pod:
         __tracebackhide__ = True
         leaves = _leaves(x)
         hashes = {
-            name: {part: _hashed(value) for part, value in parts.items()}
-            for name, parts in leaves.items()
+            name: {part: _hashed(value) for part, value in shards.items()}
+            for name, shards in leaves.items()
         }
         by_host: dict[int, dict[str, dict[str, _Hashed]]] = self._exchange("same()", hashes)
-        names = {host: set(found) for host, found in by_host.items()}
+        names = {host: set(of_host) for host, of_host in by_host.items()}
         if len(set(map(frozenset, names.values()))) > 1:
             every = set.union(*names.values())
             lacks = "; ".join(
-                f"{named([h])} has no x{min(every - own)}"
-                for h, own in names.items()
-                if every - own
+                f"{named([h])} has no x{min(every - held)}"
+                for h, held in names.items()
+                if every - held
             )
             raise AssertionError(f"the hosts hold trees of different structure: {lacks}")
         different = [
             (name, part)
             for name in leaves
-            for part in sorted({part for found in by_host.values() for part in found[name]})
-            if len({found[name][part] for found in by_host.values() if part in found[name]}) > 1
+            for part in sorted({part for of_host in by_host.values() for part in of_host[name]})
+            if len({of_host[name][part] for of_host in by_host.values() if part in of_host[name]})
+            > 1
         ]
         if different:
             shown = different[:_MOST_SHOWN]
-            own = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
-            values: dict[int, dict[tuple[str, str], object]] = self._exchange("same()", own)
+            mine = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
+            values: dict[int, dict[tuple[str, str], object]] = self._exchange("same()", mine)
             lines = [
                 difference(key, {host: v[key] for host, v in values.items() if key in v})
                 for key in shown
@@ -145,11 +146,11 @@ class Pod:
 
     def _exchange(self, point: str, value: object) -> dict[int, Any]:
         __tracebackhide__ = True
-        found = self._ask(Exchange(point, pickle.dumps(value)))
-        if isinstance(found, Refused):
-            raise PodError(found.why)
-        assert isinstance(found, Exchanged)
-        return {host: pickle.loads(one) for host, one in found.values.items()}
+        answer = self._ask(Exchange(point, pickle.dumps(value)))
+        if isinstance(answer, Refused):
+            raise PodError(answer.why)
+        assert isinstance(answer, Exchanged)
+        return {host: pickle.loads(pickled) for host, pickled in answer.values.items()}
 
     def _ask(self, message: object) -> object:
         __tracebackhide__ = True
@@ -231,16 +232,16 @@ def _leaves(x: object) -> dict[str, dict[str, object]]:
     import jax
     import numpy as np
 
-    found: dict[str, dict[str, object]] = {}
+    leaves: dict[str, dict[str, object]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         name = jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
-            found[name] = _shards(name, leaf)
+            leaves[name] = _shards(name, leaf)
         elif isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-            found[name] = {"": np.asarray(leaf)}
+            leaves[name] = {"": np.asarray(leaf)}
         else:
-            found[name] = {"": _Told(type(leaf).__name__, _text_of(leaf))}
-    return found
+            leaves[name] = {"": _Told(type(leaf).__name__, _text_of(leaf))}
+    return leaves
 
 
 def _shards(name: str, array: jax.Array) -> dict[str, object]:
@@ -250,19 +251,19 @@ def _shards(name: str, array: jax.Array) -> dict[str, object]:
 
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    parts: dict[str, object] = {}
+    shards: dict[str, object] = {}
     for shard in array.addressable_shards:
         slices = [
             f"{s.start or 0}:{s.stop or n}" for s, n in zip(shard.index, array.shape, strict=True)
         ]
         part = "" if shard.data.shape == array.shape else f"[{', '.join(slices)}]"
         value = np.asarray(shard.data)
-        if part in parts and _hashed(parts[part]) != _hashed(value):
+        if part in shards and _hashed(shards[part]) != _hashed(value):
             raise AssertionError(
                 f"devices of one host disagree: x{name}{part}, on {shard.device} and before it"
             )
-        parts[part] = value
-    return parts
+        shards[part] = value
+    return shards
 
 
 def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
@@ -281,7 +282,7 @@ def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
         value.reshape(-1).view(f"V{first.dtype.itemsize}").reshape(first.shape)
         for value in values.values()
     ]
-    places = np.argwhere(np.any([one != bits[0] for one in bits[1:]], axis=0))
+    places = np.argwhere(np.any([other != bits[0] for other in bits[1:]], axis=0))
     place = tuple(int(i) for i in places[0])
     at = str(list(place)) if place else ""
     line = f"{name}{at}: {_grouped({host: str(value[place]) for host, value in values.items()})}"

@@ -120,14 +120,14 @@ class PodTest:
         too_late = f"after {self._timeout:g} s, the timeout of the test"
         self._report(when, self._hosts.perform(phase, self._until, too_late))
 
-    def _report(self, when: When, found: Round) -> None:
+    def _report(self, when: When, outcome: Round) -> None:
         """Stores the report for pytest; raises PodError if a host failed."""
         assert self._hosts is not None
-        for host, answer in found.answers.items():
+        for host, answer in outcome.answers.items():
             if isinstance(answer, Raised) and answer.exits:
                 self._hosts.kill()
                 pytest.exit(f"host {host}: {answer.text}")
-        merged = merge(self._item, when, found)
+        merged = merge(self._item, when, outcome)
         self._sections += merged.sections
         output = self._hosts.output()
         self._sections += [
@@ -135,21 +135,21 @@ class PodTest:
         ]
         merged.sections = list(self._sections)
         self._item.stash[_REPORTS][when] = merged
-        self._warn(found)
+        self._warn(outcome)
         if merged.raises:
             raise PodError(f"the {when} failed on a host")
 
-    def _warn(self, found: Round) -> None:
+    def _warn(self, outcome: Round) -> None:
         every = [
-            one
-            for answer in found.answers.values()
+            warning
+            for answer in outcome.answers.values()
             if isinstance(answer, Reported)
-            for one in answer.warnings
+            for warning in answer.warnings
         ]
         for text, file, line in dict.fromkeys(
-            (str(one.message), one.file, one.line) for one in every
+            (str(warning.message), warning.file, warning.line) for warning in every
         ):
-            message = next(one.message for one in every if str(one.message) == text)
+            message = next(warning.message for warning in every if str(warning.message) == text)
             self._item.config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": warnings.WarningMessage(message, type(message), file, line),
@@ -169,8 +169,8 @@ class PodTest:
             return self._nextitem.nodeid
         items = self._item.session.items
         later = items[items.index(self._item) + 1 :]
-        own = shape_of(self._item)
-        return next((item.nodeid for item in later if shape_of(item) == own), None)
+        shape = shape_of(self._item)
+        return next((item.nodeid for item in later if shape_of(item) == shape), None)
 
 
 def shape_of(item: pytest.Item) -> Shape | None:
@@ -243,5 +243,5 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
 
 
 def _temporary_folders(config: pytest.Config) -> pytest.TempPathFactory:
-    found: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
-    return found
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    return factory

@@ -50,19 +50,19 @@ def run(
         raise PodError(_told(pod.started, pod.output()))
     with tempfile.TemporaryDirectory(prefix="maxbatch-pod-") as folder:
         call = Call(message, Path(folder), os.getcwd(), dict(os.environ))
-        found = pod.perform(
+        outcome = pod.perform(
             call, time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call"
         )
     output = pod.output()
-    if found.failures:
+    if outcome.failures:
         pod.kill()
-        raise PodError(_told(found, output))
+        raise PodError(_told(outcome, output))
     print(*output.values(), sep="", end="", file=sys.stdout, flush=True)
     # A host killed by the function has no result.
     return [
-        pickle.loads(one.value)
-        for _, one in sorted(found.answers.items())
-        if isinstance(one, Returned)
+        pickle.loads(answer.value)
+        for _, answer in sorted(outcome.answers.items())
+        if isinstance(answer, Returned)
     ]
 
 
@@ -70,16 +70,16 @@ def _start(shape: Shape) -> Hosts:
     return Hosts(shape, None, Path(os.getcwd()))
 
 
-def _told(found: Round, output: dict[int, str]) -> str:
+def _told(outcome: Round, output: dict[int, str]) -> str:
     """Returns every failure with its hosts, then the output of each host."""
     groups: dict[str, list[int]] = {}
-    for failure in found.failures:
+    for failure in outcome.failures:
         groups.setdefault(f"{failure.what or 'failed'}:\n{failure.text}".rstrip(":\n"), []).append(
             failure.host
         )
-    parts = [f"{named(sorted(hosts))} {text}".rstrip() for text, hosts in groups.items()]
+    lines = [f"{named(sorted(hosts))} {text}".rstrip() for text, hosts in groups.items()]
     return "\n".join(
-        [*parts, *(f"output of host {host}:\n{text.rstrip()}" for host, text in output.items())]
+        [*lines, *(f"output of host {host}:\n{text.rstrip()}" for host, text in output.items())]
     )
 
 

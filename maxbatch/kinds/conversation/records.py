@@ -74,12 +74,12 @@ class Conversations:
             template = self.tokenizer.chat_template().identity
         except ConfigError:  # raised once a record needs the template
             template = None
-        stated = {
+        fields = {
             "completion_only": self.completion_only,
             "format": self.form,
             "text_field": self.text_field,
         }
-        return {"version": _VERSION, **stated, **self.kind, "template": template}
+        return {"version": _VERSION, **fields, **self.kind, "template": template}
 
     @property
     def kind(self) -> dict[str, object]:
@@ -99,13 +99,21 @@ class Conversations:
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]
-        conversations = [one for parts in read for one in parts if isinstance(one, Conversation)]
+        conversations = [
+            document
+            for documents in read
+            for document in documents
+            if isinstance(document, Conversation)
+        ]
         rendered = iter(self.template.render(conversations) if conversations else [])
         encoded: list[tuple[Encoded, ...] | RecordError] = []
-        for parts in read:
-            found = [next(rendered) if isinstance(one, Conversation) else one for one in parts]
+        for documents in read:
+            texts = [
+                next(rendered) if isinstance(document, Conversation) else document
+                for document in documents
+            ]
             try:
-                encoded.append(tuple(map(self._encoded, found)))
+                encoded.append(tuple(map(self._encoded, texts)))
             except RecordError as error:
                 encoded.append(error)
         return encoded
@@ -113,8 +121,11 @@ class Conversations:
     def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | RecordError]:
         """Returns the conversations of a record, or the reason why it has none."""
         try:
-            found = self.documents(json.loads(utf8))
-            return [one if isinstance(one, Texts) else self._checked(one) for one in found]
+            documents = self.documents(json.loads(utf8))
+            return [
+                document if isinstance(document, Texts) else self._checked(document)
+                for document in documents
+            ]
         except RecordError as error:
             return [error]
 
@@ -122,16 +133,16 @@ class Conversations:
         self.template.refuse_unknown_roles(conversation.messages)
         return _checked(conversation, self.completion_only)
 
-    def _encoded(self, found: Rendered | Texts | RecordError) -> Encoded:
-        if isinstance(found, RecordError):
-            raise found
-        if isinstance(found, Texts):
-            return self._trains_any(self._texts(*found))
+    def _encoded(self, document: Rendered | Texts | RecordError) -> Encoded:
+        if isinstance(document, RecordError):
+            raise document
+        if isinstance(document, Texts):
+            return self._trains_any(self._texts(*document))
         if not self.completion_only:
-            found = Rendered(found.text, [(0, len(found.text))])
-        if not any(begin < end for begin, end in found.spans):
+            document = Rendered(document.text, [(0, len(document.text))])
+        if not any(begin < end for begin, end in document.spans):
             raise RecordError("has no message of the assistant to train on")
-        return self._trains_any(self._split(found))
+        return self._trains_any(self._split(document))
 
     def _trains_any(self, encoded: Encoded) -> Encoded:
         """Returns a document; raises RecordError if it needs a token to predict, and has
@@ -150,10 +161,10 @@ class Conversations:
         """Returns the ids of a text, and which of them lie in its spans."""
         text, spans = rendered
         borders = sorted({border for span in spans for border in span} - {0, len(text)})
-        ids, *parts = self.tokenizer.encode_markup_batch(
+        ids, *prefixes = self.tokenizer.encode_markup_batch(
             [text, *(text[:border] for border in borders)]
         )
-        for part, border in zip(parts, borders, strict=True):
+        for part, border in zip(prefixes, borders, strict=True):
             if not np.array_equal(ids[: len(part)], part):
                 around = shown(
                     repr(text[max(0, border - 10) : border] + "|" + text[border : border + 10])
@@ -163,7 +174,7 @@ class Conversations:
                     "a special token or white space in the chat template, on the other side of "
                     "the border, keeps them apart"
                 )
-        place = {0: 0, len(text): len(ids)} | dict(zip(borders, map(len, parts), strict=True))
+        place = {0: 0, len(text): len(ids)} | dict(zip(borders, map(len, prefixes), strict=True))
         trained = np.zeros(len(ids), bool)
         for begin, end in spans:
             trained[place[begin] : place[end]] = True
@@ -196,8 +207,8 @@ class Conversations:
         def has(form: str) -> bool:
             return all(record.get(name) is not None for name in fields[form])
 
-        stated = _form_of(self.form, self.named_fields)
-        form = next(filter(has, fields), None) if stated == "auto" else stated
+        wanted = _form_of(self.form, self.named_fields)
+        form = next(filter(has, fields), None) if wanted == "auto" else wanted
         if form is None or not has(form):
             ways = (
                 [" and ".join(names) for names in fields.values()]
@@ -239,7 +250,7 @@ class Conversations:
         return Conversation(messages, extras_of(record))
 
 
-def _form_of(stated: str, names: Collection[str]) -> str:
+def _form_of(wanted: str, names: Collection[str]) -> str:
     """Returns the form of records: the stated one, or for `auto` one whose fields `record_fields`
     all names.
     """
@@ -248,7 +259,7 @@ def _form_of(stated: str, names: Collection[str]) -> str:
         for form, fields in _FIELDS.items()
         if all(field and field in names for field in fields)
     )
-    return next(named, stated) if stated == "auto" else stated
+    return next(named, wanted) if wanted == "auto" else wanted
 
 
 class Texts(NamedTuple):
@@ -297,8 +308,8 @@ def _checked(conversation: Conversation, completion_only: bool) -> Conversation:
         raise RecordError(
             "ends with a message of the user, and no message of the assistant answers it"
         )
-    stated = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
-    for number, (message, trained) in enumerate(zip(messages, stated, strict=True), 1):
+    choices = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
+    for number, (message, trained) in enumerate(zip(messages, choices, strict=True), 1):
         if trained and completion_only and message["role"] != "assistant":
             raise RecordError(
                 f"message {number} states that it is trained on, and it is not the assistant's"
@@ -314,7 +325,8 @@ def _checked(conversation: Conversation, completion_only: bool) -> Conversation:
         for message in messages
     ]
     return conversation._replace(
-        messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False)
+        messages=plain,
+        untrained=frozenset(i for i, choice in enumerate(choices) if choice is False),
     )
 
 
@@ -322,13 +334,13 @@ def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
     """Returns whether a message states that it is trained on (`weight`, `train`); None if it states
     nothing.
     """
-    found = {bool(message[name]) for name in _WEIGHTS if message.get(name) is not None}
+    choices = {bool(message[name]) for name in _WEIGHTS if message.get(name) is not None}
     for name in _WEIGHTS:
         if message.get(name) not in (None, 0, 1):  # False and True too
             value = shown(repr(message[name]))
             raise RecordError(
                 f"message {number}: {name} is {value}, and it must be 0 or 1, or false or true"
             )
-    if len(found) > 1:
+    if len(choices) > 1:
         raise RecordError(f"message {number}: weight and train contradict each other")
-    return next(iter(found), None)
+    return next(iter(choices), None)

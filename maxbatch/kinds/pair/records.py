@@ -38,11 +38,13 @@ class PairRecords(Conversations):
         return _pair(record)
 
 
-def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
+def _common(first: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
     """Yields the common beginning of two sequences."""
     return (
         a
-        for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False))
+        for a, _ in itertools.takewhile(
+            lambda two: two[0] == two[1], zip(first, other, strict=False)
+        )
     )
 
 
@@ -73,10 +75,10 @@ def _pair(record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversat
                 raise RecordError(
                     "fields chosen and rejected: one of them is only the beginning of the other"
                 )
-        one, other = (
+        with_chosen, with_rejected = (
             Conversation([*asked, *answer], extras_of(record), len(asked)) for answer in answers
         )
-        return one, other
+        return with_chosen, with_rejected
     raise RecordError(
         "fields prompt, chosen and rejected must be all texts, or all lists of messages"
     )

@@ -147,8 +147,8 @@ class KnownAnswers:
 
 def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> KnownAnswers | None:
     """Reads a file if every host can read it; else None."""
-    found = KnownAnswers.read(path, unit, num_answers)
-    return found if all(gather(found is not None)) else None
+    answers = KnownAnswers.read(path, unit, num_answers)
+    return answers if all(gather(answers is not None)) else None
 
 
 def digest_of(identity: object) -> str:

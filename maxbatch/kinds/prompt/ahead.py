@@ -172,25 +172,25 @@ class _Saved(NamedTuple):
 
 def _read(saved: bytes) -> list[_Saved]:
     """Returns the batches that `BatchesAhead.saved` returned."""
-    found = []
+    batches = []
     with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
         number = 0
         while f"{number} place" in arrays:
-            own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
+            fields, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
             by_name = {
                 name.removeprefix(prefix): arrays[name]
                 for name in arrays.files
                 if name.startswith(prefix)
             }
             first, num_prompts, num_generations = arrays[f"{number} place"].tolist()
-            read = Rollouts._make([*own, by_name])
+            read = Rollouts._make([*fields, by_name])
             if (of_prompts := f"{number} own_numbers") in arrays:
                 own_numbers = arrays[of_prompts].tolist()
             else:  # made before streams had holes
                 own_numbers = [*range(first, first + len(read.rewards_R) // num_generations)]
-            found.append(_Saved(first, num_prompts, num_generations, read, own_numbers))
+            batches.append(_Saved(first, num_prompts, num_generations, read, own_numbers))
             number += 1
-    return found
+    return batches
 
 
 def _done(work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Future[T]:

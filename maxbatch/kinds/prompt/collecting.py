@@ -55,8 +55,8 @@ class Rollouts(NamedTuple):
     by_name: dict[str, np.ndarray]  # float32[R], the values of each reward function
 
     def pairs(self, rows: slice | np.ndarray) -> Rollouts:
-        found: Rollouts = jax.tree.map(lambda x: x[rows], self)
-        return found
+        pairs: Rollouts = jax.tree.map(lambda x: x[rows], self)
+        return pairs
 
 
 class TrainedResponse(NamedTuple):
@@ -257,8 +257,8 @@ class CollectedBatch:
         read = self.read
         rewards = read.rewards_R
         means = {
-            Metric.REWARD_BY_FUNCTION.of(name): float(one.mean())
-            for name, one in read.by_name.items()
+            Metric.REWARD_BY_FUNCTION.of(name): float(values.mean())
+            for name, values in read.by_name.items()
         }
         filtered = self._workshop.batch.max_prompts_per_batch is not None
         return {

@@ -250,28 +250,30 @@ class PromptText:
         broken ones.
         """
         field = self.template.only_field
-        found = record.get(field) if field else None
-        if isinstance(found, list) and any(
-            isinstance(one, dict) and one.keys() & {"role", "from"} for one in found
+        value = record.get(field) if field else None
+        if isinstance(value, list) and any(
+            isinstance(item, dict) and item.keys() & {"role", "from"} for item in value
         ):
-            return messages_of(found, field)
+            return messages_of(value, field)
         return None
 
     def tokens(self, prompts: Sequence[Written]) -> list[np.ndarray]:
         """Returns the tokens of each prompt, int32[n]."""
         plain = iter(
             self.tokenizer.encode_utf8_batch(
-                [one.text.encode("utf-8") for one in prompts if not one.is_chat]
+                [prompt.text.encode("utf-8") for prompt in prompts if not prompt.is_chat]
             )
         )
         chats = iter(
-            self.tokenizer.encode_markup_batch([one.text for one in prompts if one.is_chat])
+            self.tokenizer.encode_markup_batch(
+                [prompt.text for prompt in prompts if prompt.is_chat]
+            )
         )
         return [
             next(chats).astype(np.int32)
-            if one.is_chat
+            if prompt.is_chat
             else np.concatenate([self._bos, next(plain).astype(np.int32)])
-            for one in prompts
+            for prompt in prompts
         ]
 
 

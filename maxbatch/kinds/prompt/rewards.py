@@ -57,21 +57,21 @@ class ResponseScores(NamedTuple):
         return dict(zip(self._fields, (*arrays, self.problem), strict=True))
 
     @classmethod
-    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> ResponseScores:
+    def joined(cls, hosts: Sequence[Mapping[str, Any]]) -> ResponseScores:
         """Concatenates the scores of several hosts, given by `to_json`."""
 
-        def column(found: Iterable[Sequence[float]], kind: type) -> np.ndarray:
-            return np.array(list(itertools.chain.from_iterable(found)), kind)
+        def column(values: Iterable[Sequence[float]], kind: type) -> np.ndarray:
+            return np.array(list(itertools.chain.from_iterable(values)), kind)
 
         return cls(
-            rewards=column((part["rewards"] for part in parts), np.float32),
+            rewards=column((host["rewards"] for host in hosts), np.float32),
             by_name={
-                name: column((part["by_name"][name] for part in parts), np.float32)
-                for name in parts[0]["by_name"]
+                name: column((host["by_name"][name] for host in hosts), np.float32)
+                for name in hosts[0]["by_name"]
             },
-            failed=column((part["failed"] for part in parts), bool),
-            timed_out=column((part["timed_out"] for part in parts), bool),
-            problem=next((part["problem"] for part in parts if part["problem"]), ""),
+            failed=column((host["failed"] for host in hosts), bool),
+            timed_out=column((host["timed_out"] for host in hosts), bool),
+            problem=next((host["problem"] for host in hosts if host["problem"]), ""),
         )
 
 

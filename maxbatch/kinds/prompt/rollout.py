@@ -169,9 +169,11 @@ def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
         )
         for row in range(begin, end)
     ]
-    own = rewards.submit(questions).result()
+    scores = rewards.submit(questions).result()
     return (
-        own if jax.process_count() == 1 else ResponseScores.joined(gather(own.to_json(), "scores"))
+        scores
+        if jax.process_count() == 1
+        else ResponseScores.joined(gather(scores.to_json(), "scores"))
     )
 
 

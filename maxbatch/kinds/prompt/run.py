@@ -270,7 +270,7 @@ class BuiltPolicy:
         if config.grpo_beta:
             learner = planned.workshop.learner.referring_to(self._first_parameters())
             planned = replace(planned, workshop=planned.workshop._replace(learner=learner))
-        ahead = context.stack.enter_context(self._batches_ahead(planned))
+        batches = context.stack.enter_context(self._batches_ahead(planned))
         log = Transcripts(context.folder, show, position.step, config.rl.transcript_period)
         transcripts = stack.enter_context(closing(log))
         evaluator = None
@@ -283,17 +283,17 @@ class BuiltPolicy:
                 planned.sampling_mesh,
                 opened.rewards,
             )
-        running = RunningPolicy(opened, planned, position.step, ahead, transcripts, evaluator)
+        running = RunningPolicy(opened, planned, position.step, batches, transcripts, evaluator)
         if evaluator and position.step == 0:
             with context.sessions.during(TimePart.EVAL):
-                found = running.evaluate(state, 1)
+                figures = running.evaluate(state, 1)
             running.unrecorded.update(
-                {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
+                {Metric.BEFORE_TRAINING.of(name): value for name, value in figures.items()}
             )
             context.console.print(
-                f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} (greedy "
-                f"{found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward "
-                f"{found[Metric.EVAL_REWARD]:.3f}"
+                f"before the first update: pass@1 {figures[Metric.EVAL_PASS_AT_1]:.3f} (greedy "
+                f"{figures[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward "
+                f"{figures[Metric.EVAL_REWARD]:.3f}"
             )
         return running, state
 
@@ -311,19 +311,19 @@ class BuiltPolicy:
                 or workshop.batch.batch_size
             )
 
-        ahead = BatchesAhead(
+        batches = BatchesAhead(
             workshop,
             self.start.position.samples_seen,
             num_prompts,
             not planned.shares_devices,
             self.start.ahead,
         )
-        if ahead.left_out:
+        if batches.left_out:
             warn(
                 "the responses in the checkpoint belong to other batches than the next ones, "
                 "which are sampled again"
             )
-        return ahead
+        return batches
 
     def _state(self, restored: TrainState | None) -> TrainState:
         """Returns the restored state, with the base model of its adapters, or else a new state."""

@@ -47,13 +47,15 @@ class Timeline:
         """
         works: dict[str, list[tuple[float, float]]] = {}
         with self._lock:
-            for side, own in self._works.items():
-                going_on = [work for work in own if not work.ended.done()]
+            for side, of_side in self._works.items():
+                going_on = [work for work in of_side if not work.ended.done()]
                 works[side] = [(work.dispatched, until) for work in going_on]
                 works[side] += [
-                    (work.dispatched, work.ended.result()) for work in own if work not in going_on
+                    (work.dispatched, work.ended.result())
+                    for work in of_side
+                    if work not in going_on
                 ]
-                own[:] = going_on
+                of_side[:] = going_on
         ends = {end for intervals in works.values() for interval in intervals for end in interval}
         busy = dict.fromkeys((*works, "both"), 0.0)
         for start, end in pairwise(sorted({min(max(end, since), until) for end in ends})):
