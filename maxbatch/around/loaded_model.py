@@ -105,21 +105,21 @@ class LoadedModel:
 
     def __init__(self, path: str, overrides: Sequence[str] = (), averaged: bool = False) -> None:
         leave_out_absent_tpu()
-        stated = {text.split("=", 1)[0].strip() for text in overrides}
-        texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(
+        keys = {text.split("=", 1)[0].strip() for text in overrides}
+        texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in keys] + list(
             overrides
         )
         self._path, self._source = path, open_source(path, averaged, stated_base(overrides))
         self.config: Config = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
         self._scoring = (
-            self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
+            self.config if "dtype" in keys else self._source.config([*texts, "dtype=float32"])
         )
-        self._has_stated_length = "max_target_length" in stated
+        self._has_stated_length = "max_target_length" in keys
         self._scorers: dict[int | None, Scorer] = {}  # by the most rows of a pass
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its
         # tokenizer's rules.
-        self._bos_by_key = "add_bos" in stated or not (
+        self._bos_by_key = "add_bos" in keys or not (
             self.config.recipe.has_answers or self._is_imported
         )
 
@@ -171,8 +171,8 @@ class LoadedModel:
         """
         if most_rows not in self._scorers:
             config = self._scoring
-            found = Scorer(config.decoder, config.mesh, self.mesh, self.params, most_rows)
-            self._scorers[most_rows] = found
+            scorer = Scorer(config.decoder, config.mesh, self.mesh, self.params, most_rows)
+            self._scorers[most_rows] = scorer
         return self._scorers[most_rows]
 
     def completer(self, most_rows: int | None = None) -> Completer:
@@ -271,13 +271,17 @@ class LoadedModel:
             numbers.append(number)
         if skipped and not encoded:
             raise RecordFault(skipped[0].number, skipped[0].reason)
-        found = [row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])]
-        if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
+        logprobs_by_record = [
+            row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])
+        ]
+        if any(map(len, logprobs_by_record)) and not any(
+            np.isfinite(logprobs).any() for logprobs in logprobs_by_record
+        ):
             raise TrainingError(
                 f"{self._path}: gives no token a finite log-probability; its parameters are not "
                 "finite"
             )
-        return _scores(numbers, encoded, found, skipped)
+        return _scores(numbers, encoded, logprobs_by_record, skipped)
 
     def _encoded(
         self, number: int, record: str | Mapping[str, object]
@@ -332,12 +336,14 @@ class LoadedModel:
 def _scores(
     numbers: Sequence[int],
     encoded: Sequence[tuple[np.ndarray, np.ndarray]],
-    found: Sequence[np.ndarray],
+    logprobs_by_record: Sequence[np.ndarray],
     skipped: list[SkippedRecord],
 ) -> Scores:
     rows: list[RecordScore] = []
     total = weight = 0.0
-    for number, (tokens, token_weights), logprobs in zip(numbers, encoded, found, strict=True):
+    for number, (tokens, token_weights), logprobs in zip(
+        numbers, encoded, logprobs_by_record, strict=True
+    ):
         weights = token_weights[1:]
         nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
         total, weight = total + nats, weight + count
@@ -406,9 +412,9 @@ def _own_module(
             f"model: {path} holds the config's own model; works: maxbatch.load_model({str(path)!r})"
         )
     check_parts(Parts(model=model))
-    stated = {text.split("=", 1)[0].strip() for text in overrides}
+    keys = {text.split("=", 1)[0].strip() for text in overrides}
     config = source.config_of_run(
-        [*(f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated), *overrides]
+        [*(f"{key}={value}" for key, value in _DEFAULTS.items() if key not in keys), *overrides]
     )
     graphdef, abstract = abstract_model(
         config.decoder, make_model=module_maker(partial(model, config), name_of(model))

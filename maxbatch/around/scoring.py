@@ -52,9 +52,9 @@ class Scorer:
     ) -> None:
         model = ModelOnMesh(config, axes, mesh, BATCH_AXES)
         self._row_shards = model.row_shards
-        parts = pipeline_microbatches(axes, mesh.shape["pipeline"])
+        microbatches = pipeline_microbatches(axes, mesh.shape["pipeline"])
         self._row_unit = math.lcm(
-            self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+            self._row_shards, microbatches * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         )
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self.params, self._most_rows = params, most_rows
@@ -64,8 +64,8 @@ class Scorer:
         ) -> tuple[jax.Array, jax.Array]:
             decoder = model.module(model.staged(params))
             x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL).x_MxLxD
-            found = target_scores(decoder, x_MxLxD, targets_MxL, batch_shards=self._row_shards)
-            return found.logprobs_MxL, found.is_likeliest_MxL
+            scores = target_scores(decoder, x_MxLxD, targets_MxL, batch_shards=self._row_shards)
+            return scores.logprobs_MxL, scores.is_likeliest_MxL
 
         rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._score = jax.jit(
@@ -74,7 +74,7 @@ class Scorer:
 
     def __call__(self, rows: Sequence[np.ndarray]) -> list[RowScores]:
         """Returns the scores of each row of tokens."""
-        found = [RowScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(rows)
+        by_row = [RowScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(rows)
         by_length: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             if len(row) > 1:
@@ -91,10 +91,10 @@ class Scorer:
                 some = numbers[begin : begin + most]
                 scores = self._batch([rows[number] for number in some], most, length)
                 for number, *of_row in zip(some, *scores, strict=False):
-                    found[number] = RowScores(
+                    by_row[number] = RowScores(
                         *(score_L[: len(rows[number]) - 1] for score_L in of_row)
                     )
-        return found
+        return by_row
 
     def _whole_units(self, rows: int) -> int:
         return self._row_unit * -(-rows // self._row_unit)
@@ -107,5 +107,5 @@ class Scorer:
             before = slice(len(row) - 1)
             tokens_MxL[place, before], targets_MxL[place, before] = row[:-1], row[1:]
             segments_MxL[place, before] = 1
-        found = jax.device_get(self._score(self.params, tokens_MxL, segments_MxL, targets_MxL))
-        return cast(tuple[np.ndarray, np.ndarray], found)
+        scores = jax.device_get(self._score(self.params, tokens_MxL, segments_MxL, targets_MxL))
+        return cast(tuple[np.ndarray, np.ndarray], scores)

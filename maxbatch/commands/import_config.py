@@ -150,15 +150,15 @@ def _note_foreign(output: Path) -> None:
 
 
 def translated(
-    name: str, path: Path, command: int | None = None, devices: int | None = None
+    name: str, path: Path, number: int | None = None, devices: int | None = None
 ) -> tuple[Translation, list[str]]:
     """Translates a file of a format, with notes on its reading; `hf` reads GRPOConfig as `trl`
     does.
 
-    `command` is its number in a shell file, from 1; None: the only one.
+    `number` is that of the command in a shell file, from 1; None: the only one.
     """
     words, notes = (
-        maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
+        maxtext_files.read(path, number) if name == "maxtext" else (_read(path, number), [])
     )
     if name == "hf" and trl.is_of_responses(words):
         name = "trl"
@@ -176,7 +176,7 @@ def translated(
         name == "trl" and not reading.is_yaml(path) and not python_file.is_python(path)
     )
     if counts_processes and (
-        processes := shell.read_command(path, command).processes(shown_path(path))
+        processes := shell.read_command(path, number).processes(shown_path(path))
     ):
         words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.defaults, name, devices)
@@ -190,7 +190,7 @@ def translated(
 _SPLITS_OF_ACCELERATE = "parallelism_config"  # begins the words of its flags and of its file
 
 
-def _splits_of_launcher(run: shell.Command, path: Path) -> dict[str, Stated]:
+def _splits_of_launcher(run: shell.ShellCommand, path: Path) -> dict[str, Stated]:
     """Returns the devices of a replica that `accelerate launch` states, by flags or in a file that
     is here.
     """
@@ -247,12 +247,12 @@ def _described_data(words: Mapping[str, Stated], path: Path) -> Mapping[str, obj
     }
 
 
-def _read(path: Path, command: int | None) -> dict[str, Stated]:
+def _read(path: Path, number: int | None) -> dict[str, Stated]:
     if python_file.is_python(path):
-        return python_file.read_python(path, command)
+        return python_file.read_python(path, number)
     if reading.is_yaml(path):
         return reading.renamed(reading.read_yaml(path), shown_path(path))
-    run = shell.read_command(path, command)
+    run = shell.read_command(path, number)
     words = _splits_of_launcher(run, path) | shell.settings_of(run.arguments, shown_path(path))
     named = words.get(_FILE_OF_TORCHTITAN)
     if isinstance(named, str) and (path.parent / named).is_file():
@@ -273,13 +273,13 @@ _EXTENDED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def recognised_format(path: Path, command: int | None = None) -> str:
+def recognised_format(path: Path, number: int | None = None) -> str:
     """Returns the program whose files alone have the words of a file.
 
     Raises:
       ConfigError: no program's words are in it, or those of several.
     """
-    words = _read(path, command)
+    words = _read(path, number)
     signs = {name: answered.signs_in(words, name) for name in answered.SIGNS}
     signs |= {name: sum(sign in words for sign in form.signs) for name, form in FORMATS.items()}
     signs["maxtext"] += "base_config" in words

@@ -206,8 +206,8 @@ def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> 
             args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""}
         )
         print("prepare the held-out data with a command of their own:")
-        command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
-        print(printable("  " + shlex.join(command)))
+        argv = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
+        print(printable("  " + shlex.join(argv)))
     # A prepared folder fixes the reading of records, so the training command need not state it.
     settled = names_fixing(Fixes.RECORDS)
     typed = [text for text in args.config if text.split("=", 1)[0] not in settled]

@@ -156,7 +156,7 @@ def _median_seconds(run_dir: AnyPath, first_step: int) -> dict[int, float]:
 
 
 def _is_same_program(config: Config, run_dir: AnyPath) -> bool:
-    """Returns whether a run has the keys that fix the work per sample: those of the programs, but
+    """Returns whether a run has the keys that fix the work per sample: the keys of its programs, but
     for the batch.
     """
     from maxbatch.config.keys import Fixes, Part

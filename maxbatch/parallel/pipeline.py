@@ -44,8 +44,10 @@ _STREAM = ("stage", None, "batch", "length", "embed")
 def make_pipeline(
     axes: MeshConfig, remat: RematConfig, mesh: Mesh, batch_axes: tuple[str, ...]
 ) -> Pipeline | None:
-    """Returns the pipeline of a run, the rows of whose parts `batch_axes` split; None if its mesh
-    has one stage.
+    """Returns the pipeline of a run; None if its mesh has one stage.
+
+    Args:
+      batch_axes: split the rows of its parts.
     """
     stages = mesh.shape["pipeline"]
     if stages == 1:

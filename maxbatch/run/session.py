@@ -552,7 +552,7 @@ class Session(Generic[B]):
             )
 
     def _check_result(self, why_untrained: str) -> None:
-        """Raises TrainingError for a run none of whose updates had a finite loss and gradient."""
+        """Raises TrainingError if no update of the run had a finite loss and gradient."""
         position = self.position
         own_updates = position.step - position.taken_over
         if not own_updates or position.trained_updates:

@@ -117,11 +117,11 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns the broken promises, a line each."""
-        found = [
+        lines = [
             f"{each.promise}: {each.explanation}; smallest case: {each.case}"
             for each in self.broken
         ]
-        return "\n".join(found) or "no promise is broken"
+        return "\n".join(lines) or "no promise is broken"
 
 
 def audit(
@@ -170,20 +170,20 @@ def audit(
             )
     subject = Subject(make)
     bench = Bench(subject, Data(length, vocab_size, updates, seed), import_make)
-    found: list[tuple[Promise, Broken | None, str]] = []
+    judged: list[tuple[Promise, Broken | None, str]] = []
     for promise in PROMISES:
         broken, reason = bench.first_broken(promise, promise.rows)
-        found.append((promise, broken, reason))
+        judged.append((promise, broken, reason))
     # a fault that appears only with these rows was rounding
-    if any(broken for _, broken, _ in found):
+    if any(broken for _, broken, _ in judged):
         other = Bench(subject, Data(length, vocab_size, updates, seed + 1), import_make)
-        found = [
+        judged = [
             (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)
-            for promise, broken, reason in found
+            for promise, broken, reason in judged
         ]
     verdicts: list[Verdict] = []
-    causes: dict[str, str | None] = {promise.name: None for promise, broken, _ in found if broken}
-    for promise, broken, reason in found:
+    causes: dict[str, str | None] = {promise.name: None for promise, broken, _ in judged if broken}
+    for promise, broken, reason in judged:
         if broken is None:
             status = "not applicable" if reason else "holds"
             if promise.name == "resume" and not reason and bench.no_process:

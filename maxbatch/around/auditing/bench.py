@@ -81,10 +81,10 @@ class Bench:
                 self._runs[side] = self._run(side)
             except Refused as refused:
                 self._runs[side] = refused
-        found = self._runs[side]
-        if isinstance(found, Refused):
-            raise found
-        return found
+        answer = self._runs[side]
+        if isinstance(answer, Refused):
+            raise answer
+        return answer
 
     def _run(self, side: Side) -> Run:
         subject, batches = self._subject, self.data.batches(side.rows)
@@ -119,17 +119,19 @@ class Bench:
             applies = True
             if promise.name == "order" and not self.order_distance:
                 continue  # otherwise its spread does not measure rounding
-            found = self._unseen(first, second) if trial.must_differ else self.difference(trial)
-            if found:
-                return Broken(trial, found), ""
+            difference = (
+                self._unseen(first, second) if trial.must_differ else self.difference(trial)
+            )
+            if difference:
+                return Broken(trial, difference), ""
         return None, "" if applies else refused
 
     def smallest(self, promise: Promise, broken: Broken) -> Broken:
         """Returns the smallest counterexample, by rows and then by parts."""
         for num_rows in range(promise.least_rows, broken.trial.first.rows.num_rows):
-            found, _ = self.first_broken(promise, num_rows)
-            if found:
-                return found
+            counterexample, _ = self.first_broken(promise, num_rows)
+            if counterexample:
+                return counterexample
         return broken
 
     def difference(self, trial: Comparison) -> Difference | None:
@@ -137,8 +139,8 @@ class Bench:
         Refused.
         """
         first, second = self.run(trial.first), self.run(trial.second)
-        found = compare.difference(first, second, self.tolerance)
-        return found and compare.difference(first, second, self.tolerance_of(trial.first))
+        gap = compare.difference(first, second, self.tolerance)
+        return gap and compare.difference(first, second, self.tolerance_of(trial.first))
 
     def tolerance_of(self, side: Side) -> Tolerance:
         """Returns the tolerance for the rows of a run.

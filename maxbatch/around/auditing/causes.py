@@ -87,11 +87,11 @@ def cause(bench: Bench, name: str, broken: Broken, known: Mapping[str, str | Non
     if compare.has_nan(second):
         return None
     only_loss = broken.difference.array is None
-    if found := _predicted(bench, trial, known, only_loss):
-        return found
-    found = None if only_loss else _predicted(bench, trial, known, only_loss=True)
-    if found and found in known.values():
-        return found  # parameters prove it for another promise, and the loss for this one
+    if named := _predicted(bench, trial, known, only_loss):
+        return named
+    named = None if only_loss else _predicted(bench, trial, known, only_loss=True)
+    if named and named in known.values():
+        return named  # parameters prove it for another promise, and the loss for this one
     if not only_loss and _drops(bench, trial):
         return "dropped rows"
     if _depends_on_place(bench, trial.second):
@@ -200,12 +200,12 @@ def _keeps_scale(bench: Bench, trial: Comparison) -> bool:
     """
     first = Side(whole(_WIDE_ROWS), RowSpec(_WIDE_ROWS))
     try:
-        found = bench.difference(
+        gap = bench.difference(
             Comparison(first, first._replace(save_after=1, then=_parts(trial, _WIDE)))
         )
     except Refused:
         return True
-    return found is None or found.array is None
+    return gap is None or gap.array is None
 
 
 def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction]:
@@ -221,14 +221,16 @@ def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
     if run := _run(bench, whole(most_rows), side.rows._replace(sequence=tuple(pieces))):
         yield _Prediction("optimizer per micro-batch", last, run.params[-1])
     yield _Prediction("sum", 1, _stepped(first, [first] * len(pieces), 1.0))
-    parts = [
+    gradients = [
         _run(bench, whole(stop - start), side.rows._replace(part=(start, stop)))
         for start, stop in pieces
     ]
     weights = bench.data.batches(side.rows)[0]["weights"]
     are_equal = len({weights[slice(*piece)].sum() for piece in pieces}) == 1
     yield _Prediction(
-        _STEPS if are_equal else "sum", 1, _stepped(first, [part for part in parts if part], 1.0)
+        _STEPS if are_equal else "sum",
+        1,
+        _stepped(first, [part for part in gradients if part], 1.0),
     )
     if balanced := _balanced(bench, side, pieces):
         yield _Prediction("mean of means", last, balanced.params[last])
@@ -265,15 +267,15 @@ def _losses(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
         _run(bench, whole(stop - start), side.rows._replace(part=(start, stop)))
         for start, stop in pieces
     ]
-    found = [run.losses[0] for run in runs if run is not None and run.losses]
-    if not (first.losses and found) or len(found) < len(pieces):
+    losses = [run.losses[0] for run in runs if run is not None and run.losses]
+    if not (first.losses and losses) or len(losses) < len(pieces):
         return
-    if len(found) > 1:
-        yield _Prediction("last micro-batch", 1, found[-1])
-        yield _Prediction("first micro-batch", 1, found[0])
-        yield _Prediction("sum", 1, float(np.sum(found)))
+    if len(losses) > 1:
+        yield _Prediction("last micro-batch", 1, losses[-1])
+        yield _Prediction("first micro-batch", 1, losses[0])
+        yield _Prediction("sum", 1, float(np.sum(losses)))
     for number in {len(pieces), len(side.pieces)} - {1}:
-        yield _Prediction("mean of means", 1, float(np.sum(found)) / number)
+        yield _Prediction("mean of means", 1, float(np.sum(losses)) / number)
 
 
 def _stepped(first: Run, runs: list[Run], share: float) -> dict[str, np.ndarray]:

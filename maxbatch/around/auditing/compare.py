@@ -40,15 +40,16 @@ class Tolerance(NamedTuple):
     @property
     def spread(self) -> float:
         """The median of the spreads of the arrays."""
-        return float(np.median([float(parts[0]) for parts in self.params.values()] or [0.0]))
+        return float(np.median([float(spreads[0]) for spreads in self.params.values()] or [0.0]))
 
     def or_more(self, other: Tolerance) -> Tolerance:
         """Returns the elementwise maximum of two tolerances."""
         params = {
             name: [
-                np.maximum(*both) for both in zip(parts, other.params.get(name, parts), strict=True)
+                np.maximum(*both)
+                for both in zip(spreads, other.params.get(name, spreads), strict=True)
             ]
-            for name, parts in self.params.items()
+            for name, spreads in self.params.items()
         }
         noise = {name: mask | other.noise.get(name, mask) for name, mask in self.noise.items()}
         return Tolerance(params, noise, max(self.loss, other.loss))
@@ -85,8 +86,8 @@ def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
     first = max((gap for of_run in gaps for gap in of_run[:1]), default=0.0)
     most_first = _MOST_FIRST_COARSE if is_coarse(base) else _MOST_FIRST
     least = _LEAST_LOSS / _loss_scale(base)
-    found = ((pooled, _MOST), (loss, max(least, _MOST)), (first, max(least, most_first)))
-    if worst := max((x for x, most in found if not x <= most), default=0.0):
+    bounds = ((pooled, _MOST), (loss, max(least, _MOST)), (first, max(least, most_first)))
+    if worst := max((x for x, most in bounds if not x <= most), default=0.0):
         return Tolerance(), worst
     return Tolerance(spread, noise, loss), 0.0
 
@@ -97,14 +98,14 @@ def difference(base: Run, other: Run, within: Tolerance) -> Difference | None:
     for t in _updates(base):
         for name in _of(base):
             noise = within.noise.get(name)
-            parts, rounding = _parts(base, other, t, name, noise), _ulps(base, t, name, noise)
-            spreads = within.params.get(name) or [np.zeros_like(part) for part in parts]
+            distances, rounding = _parts(base, other, t, name, noise), _ulps(base, t, name, noise)
+            spreads = within.params.get(name) or [np.zeros_like(part) for part in distances]
             most = [
                 LEAST + TIMES * spread + ulps
                 for spread, ulps in zip(spreads, rounding, strict=True)
             ]
-            if any(not (part <= limit).all() for part, limit in zip(parts, most, strict=True)):
-                gaps[t, name] = max(float(part.max()) for part in parts if part.size)
+            if any(not (part <= limit).all() for part, limit in zip(distances, most, strict=True)):
+                gaps[t, name] = max(float(part.max()) for part in distances if part.size)
     # A loss in bfloat16 may differ by its last bit, and a later loss by the rounding of the
     # parameters before it.
     of_loss = within.of_loss + (_MOST_FIRST_COARSE if is_coarse(base) and is_coarse(other) else 0.0)
@@ -201,8 +202,8 @@ def _gaps(a: Run, b: Run, t: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _pooled(a: Run, b: Run, t: int) -> float:
     """Returns the largest difference of moved elements, leaving out the noisiest ones."""
-    found = [gaps[moved] for gaps, moved in (_gaps(a, b, t, name) for name in _of(a))]
-    ordered = np.sort(np.concatenate(found))
+    values = [gaps[moved] for gaps, moved in (_gaps(a, b, t, name) for name in _of(a))]
+    ordered = np.sort(np.concatenate(values))
     return float(ordered[int((1 - _MOST_NOISY) * (ordered.size - 1))]) if ordered.size else 0.0
 
 
@@ -226,16 +227,16 @@ def _rms(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     of each axis.
     """
     squares = np.where(counts, values, 0.0) ** 2
-    found = [np.sqrt(squares.sum() / max(1, counts.sum()))]
+    levels = [np.sqrt(squares.sum() / max(1, counts.sum()))]
     for axis in range(values.ndim) if values.size else ():
         others = tuple(other for other in range(values.ndim) if other != axis)
-        found.append(np.sqrt(squares.sum(others) / np.maximum(1, counts.sum(others))))
-    return [np.asarray(each) for each in found]
+        levels.append(np.sqrt(squares.sum(others) / np.maximum(1, counts.sum(others))))
+    return [np.asarray(each) for each in levels]
 
 
 def _worst(of_runs: Iterable[list[np.ndarray]]) -> list[np.ndarray]:
     """Returns the largest distance of an array and of each part."""
-    return [np.max(parts, axis=0) for parts in zip(*of_runs, strict=True)]
+    return [np.max(values, axis=0) for values in zip(*of_runs, strict=True)]
 
 
 def _ulps(run: Run, t: int, name: str, noise: np.ndarray | None) -> list[np.ndarray]:

@@ -11,17 +11,17 @@ from maxbatch.around.auditing.audit import Audit
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit_xml(name: str, found: Audit) -> str:
+def junit_xml(name: str, outcome: Audit) -> str:
     """Returns the XML of an audit: a failure for a broken promise, skipped for one that is not
     applicable.
 
     Args:
       name: of the test suite, such as `trainer.py:make`.
     """
-    broken = len(found.broken)
-    skipped = sum(verdict.status == "not applicable" for verdict in found.verdicts)
-    suite = _suite(name, tests=len(found.verdicts), failures=broken, errors=0, skipped=skipped)
-    for verdict in found.verdicts:
+    broken = len(outcome.broken)
+    skipped = sum(verdict.status == "not applicable" for verdict in outcome.verdicts)
+    suite = _suite(name, tests=len(outcome.verdicts), failures=broken, errors=0, skipped=skipped)
+    for verdict in outcome.verdicts:
         case = SubElement(suite, "testcase", classname=_text(name), name=verdict.promise)
         if verdict.status == "broken":
             message = "; ".join(filter(None, (verdict.explanation, verdict.reason)))

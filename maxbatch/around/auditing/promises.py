@@ -118,8 +118,8 @@ def _uneven(num_rows: int, _: int) -> Iterator[Comparison]:
 
 def _empty(num_rows: int, _: int) -> Iterator[Comparison]:
     for layout in (*_cuts(num_rows), *_spreads(num_rows)):
-        parts = max(layout.gradient_accumulation_steps, layout.num_devices)
-        for trial in _against_whole(iter([layout]), RowSpec(num_rows, "empty", parts)):
+        pieces = max(layout.gradient_accumulation_steps, layout.num_devices)
+        for trial in _against_whole(iter([layout]), RowSpec(num_rows, "empty", pieces)):
             yield trial._replace(same_shapes=True)  # like the same cut of full rows, which has run
 
 

@@ -105,12 +105,12 @@ class Subject:
         """
         kind = (layout.num_devices > 1, layout.gradient_accumulation_steps > 1)
         trainer = self._made_before.get(layout) or self._made(layout)
-        found = self._run(trainer, batches)
+        result = self._run(trainer, batches)
         if kind not in self._reusable:
-            self._reusable[kind] = self._is_same_again(trainer, found, batches)
+            self._reusable[kind] = self._is_same_again(trainer, result, batches)
         if self._reusable[kind]:
             self._made_before[layout] = trainer
-        return found
+        return result
 
     def repeat(self, layout: Layout, batches: Sequence[Batch]) -> Run:
         """Trains on the batches with a new trainer; raises as `run` does."""
@@ -121,10 +121,10 @@ class Subject:
         pickled nor copied.
         """
         trainer = self._made(layout)
-        found, state = self._updated(trainer, _init(trainer), batches)
+        result, state = self._updated(trainer, _init(trainer), batches)
         saved = _saved(state)
         self._updated(trainer, state, batches[:1])  # the saved state must not change with this one
-        return found, saved
+        return result, saved
 
     def resume(self, layout: Layout, saved: Saved, batches: Sequence[Batch]) -> Run:
         """Returns the run of a fresh trainer from a saved state; raises as `run` does."""
@@ -133,9 +133,9 @@ class Subject:
             state = saved.state if saved.problem else pickle.loads(saved.pickled)
         return self._updated(trainer, state, batches)[0]
 
-    def _is_same_again(self, trainer: _Trainer, found: Run, batches: Sequence[Batch]) -> bool:
+    def _is_same_again(self, trainer: _Trainer, result: Run, batches: Sequence[Batch]) -> bool:
         try:
-            return is_equal(found, self._run(trainer, batches))
+            return is_equal(result, self._run(trainer, batches))
         except Refused:
             return False
 
@@ -172,12 +172,12 @@ class Subject:
                     and len(answer) == 2
                     and isinstance(answer[1], Mapping | None)
                 )
-                found = dict(answer[1] or {}) if is_pair else {}
+                step_metrics = dict(answer[1] or {}) if is_pair else {}
             if not is_pair:
                 raise ConfigError(
                     f"step: returned a {type(answer).__name__}; it must return (state, metrics)"
                 )
-            state, scalars = answer[0], dict(_scalars(found))
+            state, scalars = answer[0], dict(_scalars(step_metrics))
             if "loss" in scalars:
                 losses.append(scalars.pop("loss"))
             metrics.append(scalars)
@@ -203,8 +203,8 @@ class Subject:
             raise ConfigError(
                 f"params: returned a {type(params).__name__}; it must return names and numpy arrays"
             )
-        found = {name: _numbers(name, array) for name, array in named.items()}
-        shapes = {name: array.shape for name, array in found.items()}
+        arrays = {name: _numbers(name, array) for name, array in named.items()}
+        shapes = {name: array.shape for name, array in arrays.items()}
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
@@ -218,7 +218,7 @@ class Subject:
                 f"params: {name} was {was} and is {now}; names and shapes must be those of every "
                 "layout"
             )
-        return found, {name: _rounding(array) for name, array in named.items()}
+        return arrays, {name: _rounding(array) for name, array in named.items()}
 
 
 def _init(trainer: _Trainer) -> object:

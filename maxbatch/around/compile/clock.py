@@ -106,8 +106,8 @@ class _Reader:
         return self._known[name]
 
     def _read(self, instructions: Sequence[Instruction]) -> Schedule:
-        shapes = {one.name: one.shape for one in instructions}
-        steps = [self._alone(one, shapes) for one in instructions]
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
+        steps = [self._alone(instruction, shapes) for instruction in instructions]
         total = Schedule()
         for step in steps:
             total.add(step, 1)
@@ -119,28 +119,36 @@ class _Reader:
                 total.exposed_collective_bytes += transfer.num_bytes
         return total
 
-    def _alone(self, one: Instruction, shapes: Mapping[str, str]) -> Schedule:
+    def _alone(self, instruction: Instruction, shapes: Mapping[str, str]) -> Schedule:
         """Returns the cost of an instruction, without collectives that it begins, carries or
         ends.
         """
-        found = Schedule()
-        if one.opcode == "while":
-            found.add(
-                self.computation(one.attribute("body") or ""),
-                _turns(one, self._module) or self._trips,
+        schedule = Schedule()
+        if instruction.opcode == "while":
+            schedule.add(
+                self.computation(instruction.attribute("body") or ""),
+                _turns(instruction, self._module) or self._trips,
             )
-        elif one.opcode == "conditional":
-            branches = [self.computation(name) for name in _branches(one)]
-            found.add(max(branches, key=lambda branch: branch.busy_cycles, default=Schedule()), 1)
-        elif one.opcode == "call":
-            found.add(self.computation(one.attribute("to_apply") or ""), 1)
+        elif instruction.opcode == "conditional":
+            branches = [self.computation(name) for name in _branches(instruction)]
+            schedule.add(
+                max(branches, key=lambda branch: branch.busy_cycles, default=Schedule()), 1
+            )
+        elif instruction.opcode == "call":
+            schedule.add(self.computation(instruction.attribute("to_apply") or ""), 1)
         else:
-            cycles = one.number("estimated_cycles") or 0
-            kernel = kernel_cycles(one, shapes, self._chip) if is_kernel(one) and not cycles else 0
-            found.compute_cycles, found.kernel_cycles = cycles, kernel
+            cycles = instruction.number("estimated_cycles") or 0
+            kernel = (
+                kernel_cycles(instruction, shapes, self._chip)
+                if is_kernel(instruction) and not cycles
+                else 0
+            )
+            schedule.compute_cycles, schedule.kernel_cycles = cycles, kernel
             if cycles or kernel:
-                found.operations[_title(one), self._module.source(one)] += cycles + kernel
-        return found
+                schedule.operations[_title(instruction), self._module.source(instruction)] += (
+                    cycles + kernel
+                )
+        return schedule
 
 
 def _turns(loop: Instruction, module: Module) -> int | None:
@@ -151,15 +159,17 @@ def _turns(loop: Instruction, module: Module) -> int | None:
     if known is not None:
         return known
     condition = _by_name(module, loop.attribute("condition"))
-    for one in condition.values():
+    for instruction in condition.values():
         if (
-            one.opcode == "compare"
-            and one.attribute("direction") == "LT"
-            and len(one.operands) == 2
+            instruction.opcode == "compare"
+            and instruction.attribute("direction") == "LT"
+            and len(instruction.operands) == 2
         ):
-            bound = _whole_constant(condition.get(one.operands[1]))
+            bound = _whole_constant(condition.get(instruction.operands[1]))
             if bound is not None:
-                return math.ceil(bound / _stride(loop, module, condition.get(one.operands[0])))
+                return math.ceil(
+                    bound / _stride(loop, module, condition.get(instruction.operands[0]))
+                )
     return None
 
 
@@ -168,7 +178,7 @@ def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> i
     constant.
     """
     body = _by_name(module, loop.attribute("body"))
-    results = [one for one in body.values() if one.opcode == "tuple"]
+    results = [instruction for instruction in body.values() if instruction.opcode == "tuple"]
     index = int((counter and counter.attribute("index")) or -1)
     if not results or not 0 <= index < len(results[-1].operands):
         return 1
@@ -183,34 +193,37 @@ def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> i
 
 
 def _by_name(module: Module, computation: str | None) -> dict[str, Instruction]:
-    return {one.name: one for one in module.computations.get(computation or "", [])}
+    return {
+        instruction.name: instruction
+        for instruction in module.computations.get(computation or "", [])
+    }
 
 
-def _whole_constant(one: Instruction | None) -> int | None:
+def _whole_constant(instruction: Instruction | None) -> int | None:
     is_whole = (
-        one
-        and one.opcode == "constant"
-        and re.match(r"[su]32\[\]", one.shape)
-        and one.rest[:1].isdigit()
+        instruction
+        and instruction.opcode == "constant"
+        and re.match(r"[su]32\[\]", instruction.shape)
+        and instruction.rest[:1].isdigit()
     )
-    return int(one.rest.partition(")")[0]) if one and is_whole else None
+    return int(instruction.rest.partition(")")[0]) if instruction and is_whole else None
 
 
-def _branches(one: Instruction) -> list[str]:
-    listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
-    pair = (one.attribute("true_computation"), one.attribute("false_computation"))
+def _branches(instruction: Instruction) -> list[str]:
+    listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+    pair = (instruction.attribute("true_computation"), instruction.attribute("false_computation"))
     return re.findall(r"[\w.\-]+", listed[1]) if listed else [name for name in pair if name]
 
 
-def _title(one: Instruction) -> str:
+def _title(instruction: Instruction) -> str:
     """Returns the end of JAX's name of an operation: the primitive, a product's equation or a
     kernel's name.
     """
-    if is_kernel(one):
-        return one.name.partition(".")[0]
-    parts = one.op_name.split("/") if one.op_name else [one.name]
-    is_product = len(parts) > 1 and parts[-1] == "dot_general" and "->" in parts[-2]
-    return parts[-2] if is_product else parts[-1]
+    if is_kernel(instruction):
+        return instruction.name.partition(".")[0]
+    scopes = instruction.op_name.split("/") if instruction.op_name else [instruction.name]
+    is_product = len(scopes) > 1 and scopes[-1] == "dot_general" and "->" in scopes[-2]
+    return scopes[-2] if is_product else scopes[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,21 +243,24 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
     the compiler joined again because nothing runs between them (`ConvertAsyncCollectivesToSync` in
     XLA), so it blocks.
     """
-    shapes = {one.name: one.shape for one in instructions}
+    shapes = {instruction.name: instruction.shape for instruction in instructions}
     fused: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for index, one in enumerate(instructions):
-        kind = one.opcode.removesuffix("-start")
+    for index, instruction in enumerate(instructions):
+        kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
-            is_start = one.opcode.endswith("-start")
+            is_start = instruction.opcode.endswith("-start")
             end = _span(instructions, index)[1] if is_start else index
             size = _wire_bytes(
-                kind, one, shapes, instructions[end].shape if is_start else one.shape
+                kind,
+                instruction,
+                shapes,
+                instructions[end].shape if is_start else instruction.shape,
             )
             yield Transfer(size, range(index + 1, end))
-        elif one.opcode in ("fusion", "async-start", "call-start", "custom-call-start"):
-            places = [index] if one.opcode == "fusion" else _span(instructions, index)
-            for channel, size in _inside(one, module):
+        elif instruction.opcode in ("fusion", "async-start", "call-start", "custom-call-start"):
+            places = [index] if instruction.opcode == "fusion" else _span(instructions, index)
+            for channel, size in _inside(instruction, module):
                 sizes[channel] = size
                 fused.setdefault(channel, []).extend(places)
     for channel, places in fused.items():
@@ -253,10 +269,12 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
         yield Transfer(sizes[channel], [*carriers, *range(first + 1, last)])
 
 
-def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
+def _inside(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
     """Yields the collectives of a called computation, with their channel and bytes."""
     name = (
-        one.attribute("calls") or one.attribute("to_apply") or one.attribute("called_computations")
+        instruction.attribute("calls")
+        or instruction.attribute("to_apply")
+        or instruction.attribute("called_computations")
     )
     called = module.computations.get(name or "", [])
     shapes = {inner.name: inner.shape for inner in called}
@@ -267,12 +285,12 @@ def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
             yield channel, _wire_bytes(kind, inner, shapes, inner.shape)
 
 
-def _carries_computation(one: Instruction) -> bool:
+def _carries_computation(instruction: Instruction) -> bool:
     """Returns whether an instruction runs a collective in parallel with another operation's
     computation.
     """
-    called = one.attribute("calls") or ""
-    return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
+    called = instruction.attribute("calls") or ""
+    return instruction.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
 
 
 def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
@@ -281,20 +299,20 @@ def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
     """
     names, first = {instructions[start].name}, start
     for index in range(start + 1, len(instructions)):
-        one = instructions[index]
-        if names & set(one.operands):
-            if one.opcode.endswith("-done"):
+        instruction = instructions[index]
+        if names & set(instruction.operands):
+            if instruction.opcode.endswith("-done"):
                 return first, index
-            if one.opcode.endswith("-update"):
-                names.add(one.name)
+            if instruction.opcode.endswith("-update"):
+                names.add(instruction.name)
                 first = index if not instructions[start].operands else first
     return first, len(instructions) - 1
 
 
-def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: str) -> int:
+def _wire_bytes(kind: str, instruction: Instruction, shapes: Mapping[str, str], result: str) -> int:
     """Returns the bytes of the whole array, doubled for an all-reduce."""
     if kind in ("reduce-scatter", "all-reduce"):
-        given = sum(shape_bytes(shapes.get(name, "")) for name in one.operands)
+        given = sum(shape_bytes(shapes.get(name, "")) for name in instruction.operands)
         return (2 if kind == "all-reduce" else 1) * (given or shape_bytes(result))
     return shape_bytes(result)
 
@@ -305,12 +323,15 @@ _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _FUSED_BACKWARD_PRODUCTS = 5  # of a `dkv` that also computes the queries' gradient
 
 
-def is_kernel(one: Instruction) -> bool:
+def is_kernel(instruction: Instruction) -> bool:
     """Returns whether an instruction runs a custom kernel of the TPU."""
-    return one.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in one.rest
+    return (
+        instruction.opcode == "custom-call"
+        and 'custom_call_target="tpu_custom_call"' in instruction.rest
+    )
 
 
-def kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
+def kernel_cycles(instruction: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
     """Returns the cycles of a custom kernel at the chip's peak of arithmetic or memory, the larger.
 
     JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`, JAX 0.10) states no
@@ -318,39 +339,44 @@ def kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> in
     """
     if chip.clock_ghz is None:
         return 0
-    flops = one.number("flops") or _splash_flops(one, shapes)
+    flops = instruction.number("flops") or _splash_flops(instruction, shapes)
     seconds = max(
-        flops / (chip.tflops * 1e12), (one.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9)
+        flops / (chip.tflops * 1e12),
+        (instruction.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9),
     )
     return round(seconds * chip.clock_ghz * 1e9)
 
 
-def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+def _splash_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     """Returns the FLOPs of causal splash attention from its queries, [..., heads, length,
     head_dim], and its keys.
     """
-    splash = _SPLASH.search(one.name + one.op_name)
-    given = [array for name in one.operands for array in arrays(shapes.get(name, ""))]
+    splash = _SPLASH.search(instruction.name + instruction.op_name)
+    given = [array for name in instruction.operands for array in arrays(shapes.get(name, ""))]
     floats = [dims for kind, dims in given if kind[0] in "fb" and len(dims) >= 2]
     if not splash or len(floats) < 2:
         return 0
     queries, keys = floats[0], floats[1]
     products = _SPLASH_PRODUCTS[splash[1]]
-    if splash[1] == "dkv" and any(len(dims) > len(queries) for _, dims in arrays(one.shape)):
+    if splash[1] == "dkv" and any(
+        len(dims) > len(queries) for _, dims in arrays(instruction.shape)
+    ):
         # returns the queries' gradient by blocks of keys: one more axis
         products = _FUSED_BACKWARD_PRODUCTS
     grid = next((dims for kind, dims in given if kind[0] == "s" and len(dims) == 3), None)
-    share = _computed_share(queries[-2], keys[-2], _blocks(one, splash[1]), grid)
+    share = _computed_share(queries[-2], keys[-2], _blocks(instruction, splash[1]), grid)
     return share * products * 2 * math.prod(queries) * keys[-2]
 
 
-def _blocks(one: Instruction, phase: str) -> tuple[int, int] | None:
+def _blocks(instruction: Instruction, phase: str) -> tuple[int, int] | None:
     """Returns the rows of queries and of keys per block, as splash kernels state them for the
     profiler.
     """
     suffix = "" if phase == "fwd" else f"_{phase}"
-    found = [re.search(rf'block_{side}{suffix}\\?":\s*(\d+)', one.rest) for side in ("q", "kv")]
-    return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
+    matches = [
+        re.search(rf'block_{side}{suffix}\\?":\s*(\d+)', instruction.rest) for side in ("q", "kv")
+    ]
+    return (int(matches[0][1]), int(matches[1][1])) if matches[0] and matches[1] else None
 
 
 def _computed_share(

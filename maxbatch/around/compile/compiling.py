@@ -111,10 +111,12 @@ def compile_one(
     from maxbatch.run.compile.cache import without_persistent_cache
 
     with without_persistent_cache():
-        found = compiled(
+        program = compiled(
             lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo", name
         )
-    return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
+    return (
+        program._replace(modelled=program.modelled.of_samples(update.share)) if update else program
+    )
 
 
 def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
@@ -123,7 +125,11 @@ def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
 
     programs, updates = programs_on(config, target, plan)
     done = [
-        compile_one(step_name(one.shape), programs.step(one.shape), target, config, update=one)
-        for one in updates
+        compile_one(
+            step_name(update.shape), programs.step(update.shape), target, config, update=update
+        )
+        for update in updates
     ]
-    return max(done, key=lambda one: (not one.verdict.fits, one.verdict.needed_bytes or 0))
+    return max(
+        done, key=lambda program: (not program.verdict.fits, program.verdict.needed_bytes or 0)
+    )

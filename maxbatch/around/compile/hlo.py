@@ -36,13 +36,13 @@ class Instruction:
         """Returns a word or number attribute, such as `calls` or `channel_id`; the first item of a
         list.
         """
-        found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.rest)
-        return found[1] if found else None
+        match = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.rest)
+        return match[1] if match else None
 
     def number(self, name: str) -> int | None:
         """Returns a number of the backend's own configuration, such as `estimated_cycles`."""
-        found = re.search(rf'"{name}":\s*(?:\{{"n":)?"?(\d+)', self.rest)
-        return int(found[1]) if found else None
+        match = re.search(rf'"{name}":\s*(?:\{{"n":)?"?(\d+)', self.rest)
+        return int(match[1]) if match else None
 
     @cached_property
     def operands(self) -> list[str]:
@@ -52,14 +52,14 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """JAX's name of the operation, or ""."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
 
 def _short(file: str) -> str:
     """Shortens a path to start at its package."""
-    own = file.rfind("/maxbatch/")
-    return file[own + 1 :] if own >= 0 else file.rpartition("site-packages/")[2]
+    place = file.rfind("/maxbatch/")
+    return file[place + 1 :] if place >= 0 else file.rpartition("site-packages/")[2]
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -75,8 +75,8 @@ def shape_bytes(shape: str) -> int:
 
 
 def _bits(kind: str) -> int:
-    found = re.match(r"[fsuc](\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(found[1]) if found else 0
+    match = re.match(r"[fsuc](\d+)", kind)
+    return _BITS[kind] if kind in _BITS else int(match[1]) if match else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,9 @@ def read_hlo(text: str) -> Module:
             table = line
         elif table and (row := _ROW.match(line)):
             tables[table][row[1]] = row[2]
-    return Module(entry, {name: _instructions(own) for name, own in pieces.items()}, tables)
+    return Module(
+        entry, {name: _instructions(instructions) for name, instructions in pieces.items()}, tables
+    )
 
 
 def _append(pieces: list[list[str]], line: str) -> None:
@@ -153,5 +155,5 @@ def _append(pieces: list[list[str]], line: str) -> None:
 
 
 def _instructions(pieces: list[list[str]]) -> list[Instruction]:
-    found = (_INSTRUCTION.match("\n".join(lines)) for lines in pieces)
-    return [Instruction(match[1], match[2], match[3], match[4]) for match in found if match]
+    matches = (_INSTRUCTION.match("\n".join(lines)) for lines in pieces)
+    return [Instruction(match[1], match[2], match[3], match[4]) for match in matches if match]

@@ -36,8 +36,8 @@ class Modelled:
     def of_samples(self, share: float) -> Modelled:
         """Scales the rates to real samples, a share of all slots (`batch_padding`)."""
         rate, mfu = (
-            one and one * share
-            for one in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
+            figure and figure * share
+            for figure in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
         )
         return dataclasses.replace(
             self, modelled_tokens_per_second_per_device=rate, modelled_mfu=mfu
@@ -46,7 +46,7 @@ class Modelled:
     def to_dict(self) -> dict[str, object]:
         """Returns the figures as `--json` prints them."""
         return dataclasses.asdict(self) | {
-            "operations": [dataclasses.asdict(one) for one in self.operations]
+            "operations": [dataclasses.asdict(operation) for operation in self.operations]
         }
 
 

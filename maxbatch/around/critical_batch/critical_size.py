@@ -97,10 +97,12 @@ def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: flo
     smaller = [b for b in batches if b < base]
     is_below = loss[base] == math.inf or any(loss[b] < loss[base] - tolerance for b in smaller)
     candidates = (smaller or [base]) if is_below else [b for b in batches if b >= base]
-    *_, found = itertools.takewhile(
+    *_, largest = itertools.takewhile(
         lambda b: loss[b] <= loss[candidates[0]] + tolerance, candidates
     )
-    return CriticalSize(found, found == batches[-1], is_below and found == batches[0], is_below)
+    return CriticalSize(
+        largest, largest == batches[-1], is_below and largest == batches[0], is_below
+    )
 
 
 def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, int]]:

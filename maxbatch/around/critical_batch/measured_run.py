@@ -58,8 +58,8 @@ class MeasuredRun:
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")
         refuse_old_run(path)
-        found = {step: _read_checkpoint(path, step) for step in reversed(committed_steps(path))}
-        checkpoints = {step: record for step, record in found.items() if record is not None}
+        stored = {step: _read_checkpoint(path, step) for step in reversed(committed_steps(path))}
+        checkpoints = {step: record for step, record in stored.items() if record is not None}
         return cls(path, config, records, checkpoints, num_devices)
 
     @property
@@ -89,13 +89,13 @@ class MeasuredRun:
 
     def scale(self, batch_size: int, scaling: str) -> float:
         """Returns the factor on the learning rate that a rule gives a batch."""
-        stated = (
+        settings = (
             f"global_batch_size={batch_size}",
             f"learning_rate_scaling={scaling}",
             f"reference_batch_size={self.reference_batch_size}",
             f"train_samples={batch_size}",
         )
-        config = load_config(str(self.path / "config.yml"), stated)
+        config = load_config(str(self.path / "config.yml"), settings)
         return (
             RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
         )

@@ -104,11 +104,11 @@ def make_plan(
       scaling: how the learning rate follows the batch.
       decays: whether the rate of a branch falls to 0 at its end; else it is constant.
     """
-    own = run.config.learning_rate_scaling
-    if len(stated_stages(run.config.plan, run.num_devices)) > 1 and own != scaling:
+    of_run = run.config.learning_rate_scaling
+    if len(stated_stages(run.config.plan, run.num_devices)) > 1 and of_run != scaling:
         raise ConfigError(
-            f"--scaling {scaling}: must be {own}, the learning_rate_scaling of {run.path}, whose "
-            f"batch changes: a config states one rule for all of its rates; works: --scaling {own}"
+            f"--scaling {scaling}: must be {of_run}, the learning_rate_scaling of {run.path}, whose "
+            f"batch changes: a config states one rule for all of its rates; works: --scaling {of_run}"
         )
     forks = _forks(run, steps)
     chosen = _held(run, forks, factors)
@@ -189,8 +189,8 @@ def _working(
             return f"works: --factors {joined(left)}"
     for left in (factors, *fewer):
         if _least(forks, left) <= most:
-            own = "" if left == factors else f"--factors {joined(left)} "
-            return f"works: {own}--samples {most // _chunk(forks, left) * _chunk(forks, left)}"
+            flag = "" if left == factors else f"--factors {joined(left)} "
+            return f"works: {flag}--samples {most // _chunk(forks, left) * _chunk(forks, left)}"
     return f"train it on; works: train_samples={2 * _rounded(forks, factors, None)}"
 
 
@@ -242,7 +242,7 @@ def _spread(run: MeasuredRun) -> list[int]:
 
 
 def _held(
-    run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None
+    run: MeasuredRun, forks: Sequence[Fork], wanted: Sequence[Fraction] | None
 ) -> tuple[Fraction, ...]:
     """Returns the factors whose batches are whole and divide over the devices; refuses stated ones
     that do not.
@@ -259,14 +259,14 @@ def _held(
                 return f"{at} = {plain_number(batch)} samples must be {rule}"
         return None
 
-    faults = {factor: fault(factor) for factor in sorted(stated or DEFAULT_FACTORS)}
+    faults = {factor: fault(factor) for factor in sorted(wanted or DEFAULT_FACTORS)}
     fitting = tuple(factor for factor, reason in faults.items() if reason is None)
-    if own := faults[Fraction(1)]:
+    if of_base := faults[Fraction(1)]:
         raise ConfigError(
-            f"--factors 1: {own}; works: --simulate-devices 1, or the devices of the run"
+            f"--factors 1: {of_base}; works: --simulate-devices 1, or the devices of the run"
         )
     for factor, reason in faults.items():
-        if stated is not None and reason is not None:
+        if wanted is not None and reason is not None:
             works = fitting if len(fitting) > 1 else (1, 2)
             raise ConfigError(f"--factors {factor}: {reason}; works: --factors {joined(works)}")
     return fitting

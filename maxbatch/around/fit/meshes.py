@@ -56,14 +56,16 @@ def proposals(
     over_slices: dict[str, Value] = {}
     if num_slices > 1 and not any(_is_fixed(config, fixed, axis_key("dcn", axis)) for axis in AXES):
         over_slices = {axis_key("dcn", axis): num_slices if axis == "data" else 1 for axis in AXES}
-    parts = (
+    across_slices = (
         num_slices
         if num_slices > 1
         else math.prod(max(1, config[axis_key("dcn", axis)]) for axis in AXES)
     )
     free = [axis for axis in _FREE if not _is_fixed(config, fixed, axis_key("ici", axis))]
-    stated = math.prod(max(1, config[axis_key("ici", axis)]) for axis in AXES if axis not in free)
-    rest = num_devices // parts // stated
+    within_slices = math.prod(
+        max(1, config[axis_key("ici", axis)]) for axis in AXES if axis not in free
+    )
+    rest = num_devices // across_slices // within_slices
     for sizes in _splits(free, rest):
         if _divides_model(config, sizes["tensor"]):
             yield {axis_key("ici", axis): sizes[axis] for axis in free} | over_slices

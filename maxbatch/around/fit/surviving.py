@@ -24,14 +24,14 @@ class FittedMachine(NamedTuple):
 
     def to_dict(self) -> dict[str, object]:
         """Returns the row for `--json`."""
-        found = self.choice.to_dict() if self.choice else {}
+        figures = self.choice.to_dict() if self.choice else {}
         devices = len(self.target.devices)
         return {
             "slices": self.slices,
             "hosts": self.target.num_hosts,
             "devices": devices,
             "refusal": self.refusal,
-            **found,
+            **figures,
         }
 
     def cells(self) -> list[str]:

@@ -23,7 +23,7 @@ def record(
     """
     following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
-    found = {
+    figures = {
         **choices[0].to_dict(),
         "mesh": mesh_text(choices[0].mesh, wanted.config),
         "target": target.name,
@@ -47,9 +47,9 @@ def record(
         ],
     }
     if wanted.states_batch or wanted.any_mesh:
-        found["alternatives"] = [choice.to_dict() for choice in choices]
-        found["no_time_for"] = list(skipped)
-    return found
+        figures["alternatives"] = [choice.to_dict() for choice in choices]
+        figures["no_time_for"] = list(skipped)
+    return figures
 
 
 def _ranked_by(wanted: Wanted) -> str:
@@ -137,9 +137,9 @@ def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
 
 
 def _modelled(choice: Choice) -> str:
-    one = choice.modelled
+    modelled = choice.modelled
     return (
-        f"modelled, not measured: {(one.modelled_step_s or 0) * 1e3:,.0f} ms an update, "
-        f"{one.modelled_tokens_per_second_per_device or 0:,.0f} tokens/s per device, MFU "
-        f"{one.modelled_mfu or 0:.1%}"
+        f"modelled, not measured: {(modelled.modelled_step_s or 0) * 1e3:,.0f} ms an update, "
+        f"{modelled.modelled_tokens_per_second_per_device or 0:,.0f} tokens/s per device, MFU "
+        f"{modelled.modelled_mfu or 0:.1%}"
     )

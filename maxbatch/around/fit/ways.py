@@ -91,8 +91,8 @@ def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
     """
     at_once = min(2, max(1, CORES // len(ways)))
     with ThreadPoolExecutor(len(ways), "maxbatch-fit") as pool:
-        found = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))
-    return [choice for choice in found if choice is not None], []
+        choices = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))
+    return [choice for choice in choices if choice is not None], []
 
 
 def _one_by_one(
@@ -107,16 +107,16 @@ def _one_by_one(
         policy = way.oracle.config.remat_policy
         return _LIKELY_BEST.index(policy) if policy in _LIKELY_BEST else len(_LIKELY_BEST)
 
-    found: list[tuple[Choice, Way]] = []
+    chosen: list[tuple[Choice, Way]] = []
     left = sorted(ways, key=likelihood)
-    while left and (not found or stopwatch.has_time):
+    while left and (not chosen or stopwatch.has_time):
         way = left.pop(0)
         choice = stopwatch.timed(partial(choose, way.oracle, way.sizes, at_once=1))
         if choice is not None:
-            found.append((choice, way))
+            chosen.append((choice, way))
     smaller = []
-    for choice, way in sorted(found, key=lambda pair: pair[0].rank):
+    for choice, way in sorted(chosen, key=lambda pair: pair[0].rank):
         if cuts and not left and stopwatch.has_time:
             smaller.append(stopwatch.timed(partial(choose_smaller, way.oracle, way.sizes, choice)))
-    choices = [choice for choice, _ in found]
+    choices = [choice for choice, _ in chosen]
     return choices + [choice for choice in smaller if choice is not None], left

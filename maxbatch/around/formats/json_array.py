@@ -117,10 +117,10 @@ class _Reader:
         return following
 
     def expect(self, character: str) -> None:
-        if (found := self.next_character()) != character:
+        if (there := self.next_character()) != character:
             raise _Fault(
-                f"not JSON ({found!r} where {character!r} must be)"
-                if found
+                f"not JSON ({there!r} where {character!r} must be)"
+                if there
                 else "not JSON (it is cut short)"
             )
         self._position += 1

@@ -105,10 +105,10 @@ class TFRecords:
 
     def _document(self, number: int, record: bytes) -> Record:
         try:
-            found = example_field(record, self._feature)
+            value = example_field(record, self._feature)
         except ValueError as error:
             return Record(number, b"", str(error))
-        return Record(number, found) if isinstance(found, TokenIds) else checked_utf8(number, found)
+        return Record(number, value) if isinstance(value, TokenIds) else checked_utf8(number, value)
 
     def _positions(self, stream: BinaryIO, size: int) -> Iterator[int]:
         """Yields the end of every record, up to the first whose length is damaged."""

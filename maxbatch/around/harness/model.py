@@ -119,8 +119,8 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability, and whether its tokens are the likeliest."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return found
+        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return likelihoods
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = True
@@ -156,16 +156,18 @@ class HarnessModel(TemplateLM):
         scores = dict(
             zip(distinct, self._score([np.array(row, np.int32) for row in distinct]), strict=True)
         )
-        found: list[tuple[float, bool]] = []
+        likelihoods: list[tuple[float, bool]] = []
         for row, (_, _, continuation) in zip(rows, requests, strict=True):
             last = slice(max(0, len(row) - 1 - len(continuation)), None)
             logprobs, is_likeliest = scores[row].logprobs[last], scores[row].is_likeliest[last]
-            found.append((float(np.sum(logprobs, dtype=np.float64)), bool(is_likeliest.all())))
-        return found
+            likelihoods.append(
+                (float(np.sum(logprobs, dtype=np.float64)), bool(is_likeliest.all()))
+            )
+        return likelihoods
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[str]:
         """Completes each context, up to the request's stop texts."""
-        found = [""] * len(requests)
+        texts = [""] * len(requests)
         by_rules: dict[tuple[SamplingRules, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
             by_rules.setdefault(self.rules(request.args[1]), []).append(number)
@@ -173,18 +175,18 @@ class HarnessModel(TemplateLM):
             contexts = [requests[number].args[0] for number in numbers]
             prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
             for number, text in zip(numbers, self._complete(prompts, rules, stops), strict=True):
-                found[number] = text
-        return found
+                texts[number] = text
+        return texts
 
     def rules(
-        self, stated: Mapping[str, object], task: str = "a task"
+        self, arguments: Mapping[str, object], task: str = "a task"
     ) -> tuple[SamplingRules, tuple[str, ...]]:
         """Returns a request's sampling rules, and its stop texts.
 
         Raises:
           ConfigError: the completion may exceed the model's context.
         """
-        rules: Mapping[str, Any] = normalize_gen_kwargs(dict(stated), _MAX_NEW_TOKENS)
+        rules: Mapping[str, Any] = normalize_gen_kwargs(dict(arguments), _MAX_NEW_TOKENS)
         most, context = int(rules["max_gen_toks"]), self._model.context
         if most >= context:
             raise ConfigError(

@@ -120,13 +120,13 @@ class RunModel:
 
 def figures(results: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
     """Returns the scores in the harness's `results`, by metric, without standard errors."""
-    found = {}
+    by_metric = {}
     for task, scores in results.items():
         for name, value in scores.items():
             score, comma, of_filter = name.partition(",")
             if comma and isinstance(value, int | float) and not score.endswith(_STDERR):
                 shown = score if of_filter == "none" else name
-                found[Metric.EVAL_TASK.of(f"{task}/{shown}")] = (
+                by_metric[Metric.EVAL_TASK.of(f"{task}/{shown}")] = (
                     float(value) if math.isfinite(value) else math.nan
                 )
-    return found
+    return by_metric

@@ -50,5 +50,5 @@ def _files(place: Path) -> Iterable[Path]:
 def _included(root: yaml.Node | None) -> Iterator[str]:
     for name, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if isinstance(name, yaml.ScalarNode) and name.value == "include":
-            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            yield from (part.value for part in parts if isinstance(part, yaml.ScalarNode))
+            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            yield from (part.value for part in nodes if isinstance(part, yaml.ScalarNode))

@@ -112,7 +112,7 @@ class Tasks:
             for task in self._loaded["tasks"].values():
                 task.set_fewshot_seed(seed=_OTHER_SEED)  # the same examples as the first time
             try:
-                found = evaluator.evaluate(
+                results = evaluator.evaluate(
                     HarnessModel(model, batch_size, chat),
                     self._loaded,
                     apply_chat_template=chat is not None,
@@ -127,8 +127,8 @@ class Tasks:
                 raise ConfigError(
                     f"{self._stated}: cannot be scored: {one_line(error, _LONGEST_PROBLEM)}"
                 ) from error
-        assert found is not None, "there is one process"
-        return {name: _plain(found[name]) for name in _TABLES if name in found}
+        assert results is not None, "there is one process"
+        return {name: _plain(results[name]) for name in _TABLES if name in results}
 
 
 @contextlib.contextmanager
@@ -179,9 +179,9 @@ def load_tasks(
         if not os.path.isdir(folder):
             raise ConfigError(f"--include-path {shown(folder)}: must be a folder of task files")
     check_task_files([*folders, *filter(os.path.isfile, names)])
-    own = TaskManager(include_path=folders, include_defaults=False)
-    manager = own
-    if any(not _is_place(name) and name not in own.all_tasks for name in names):
+    of_folders = TaskManager(include_path=folders, include_defaults=False)
+    manager = of_folders
+    if any(not _is_place(name) and name not in of_folders.all_tasks for name in names):
         manager = TaskManager(include_path=folders)
     wanted = list(
         dict.fromkeys(task for name in names for task in _expanded(name, option, manager))
@@ -200,9 +200,9 @@ def load_tasks(
         ):
             if is_so:
                 raise ConfigError(f"{option}{shown(name)}: {reason}, which is not supported")
-        stated = task.get_config("num_fewshot")
+        shots = task.get_config("num_fewshot")
         # A task with 0 has no examples to give, as in the harness.
-        if stated is None or (num_fewshot is not None and stated != 0):
+        if shots is None or (num_fewshot is not None and shots != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
     return loaded
@@ -220,8 +220,8 @@ def _expanded(name: str, option: str, manager: Any) -> list[str]:
         return [name]
     if os.path.isdir(name):
         return _of_folder(name, option)
-    if found := [task for task in manager.all_tasks if fnmatchcase(task, name)]:
-        return found
+    if tasks := [task for task in manager.all_tasks if fnmatchcase(task, name)]:
+        return tasks
     nearest = nearest_name(name, manager.all_tasks)
     works = (
         f"; nearest: {nearest}" if nearest else f"; works: {option}FOLDER, a folder of task files"
@@ -235,20 +235,20 @@ def _expanded(name: str, option: str, manager: Any) -> list[str]:
 def _of_folder(folder: str, option: str) -> list[str]:
     from lm_eval.tasks import TaskManager
 
-    found: list[str] = TaskManager(include_path=folder, include_defaults=False).all_subtasks
-    if not found:
+    tasks: list[str] = TaskManager(include_path=folder, include_defaults=False).all_subtasks
+    if not tasks:
         raise ConfigError(
             f"{option}{shown(folder)}: has no task; works: a folder of YAML files that state task:"
         )
-    return found
+    return tasks
 
 
 def _plain(value: object) -> object:
     """Converts a table of results to JSON's types."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, np.generic):
         return value.item()
     return value

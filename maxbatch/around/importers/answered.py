@@ -114,8 +114,8 @@ def _fields(name: str, words: Mapping[str, Stated]) -> str:
         if row.keys == ("text_field",)
     ]
     fields = record_fields(names)
-    found = [*texts, *([f"record_fields={shlex.quote(fields)}"] if fields else [])]
-    return f"the fields of its records: {' '.join(found)}" if found else ""
+    keys = [*texts, *([f"record_fields={shlex.quote(fields)}"] if fields else [])]
+    return f"the fields of its records: {' '.join(keys)}" if keys else ""
 
 
 def _ends_with(name: str) -> str:
@@ -138,15 +138,25 @@ def _batch_of_prompts(name: str, words: Mapping[str, Stated]) -> str:
         return ""
     of_update = _number(batch.prompts_of_update, words)
     responses = _number(batch.responses_of_update, words)
-    stated = _number(batch.updates, words)
+    stated_updates = _number(batch.updates, words)
     if of_update is None and responses is not None:
         of_update = responses / group
-    updates = stated if stated is not None else prompts / of_update if of_update else Fraction(1)
+    updates = (
+        stated_updates
+        if stated_updates is not None
+        else prompts / of_update
+        if of_update
+        else Fraction(1)
+    )
     product = f"{prompts} prompts x {group} responses = {prompts * group} responses"
-    if of_update is not None and stated is not None and prompts != of_update * stated:
+    if (
+        of_update is not None
+        and stated_updates is not None
+        and prompts != of_update * stated_updates
+    ):
         return (
-            f"{product}, but {stated} updates of {of_update * group} responses are "
-            f"{of_update * stated * group}"
+            f"{product}, but {stated_updates} updates of {of_update * group} responses are "
+            f"{of_update * stated_updates * group}"
         )
     if updates.denominator != 1 or (prompts / updates).denominator != 1:
         unit = f"{of_update * group} responses per update" if of_update else f"{updates} updates"

@@ -221,7 +221,7 @@ def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[
         ""
         if formats == {"{instruction}"}
         else (
-            f"write the text of its format ({' or '.join(sorted(repr(one) for one in formats))}) "
+            f"write the text of its format ({' or '.join(sorted(repr(form) for form in formats))}) "
             f"into the field {texts['field_instruction']}"
         )
     )
@@ -233,14 +233,14 @@ def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[
 
 def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
     """Returns settings of chat data sets that affect records or weights and have no counterpart."""
-    stated = (
+    words = (
         (name, value)
         for item in sources
         for name, value in item.items()
         if name not in ("path", "name")
     )
     return sorted(
-        {name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())}
+        {name for name, value in words if value and value not in _OURS_OF_A_SOURCE.get(name, ())}
     )
 
 

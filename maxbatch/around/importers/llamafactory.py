@@ -86,8 +86,8 @@ def _read_as_they_are(t: Translation, names: list[str], stage: str) -> dict[str,
     """Returns the settings that read data sets in place; None if they need to be written anew, or
     are not described.
     """
-    found = [_settings_of(t.described.get(name), stage) for name in names]
-    read = [one for one in found if one]
+    described = [_settings_of(t.described.get(name), stage) for name in names]
+    read = [data_set for data_set in described if data_set]
     if len(read) < len(names) or any(settings != read[0][1] for _, settings in read):
         return None
     return {"dataset_path": ";".join(path for path, _ in read), **read[0][1]}

@@ -132,15 +132,15 @@ def _mesh(t: Translation, _: str) -> None:
 
 
 def _targets(t: Translation, word: str) -> None:
-    found = [
+    targets = [
         ours
         for there, ours in _TARGETS.items()
         if re.search(rf"(?<![a-z]){there}(?![a-z0-9])", t.text(word))
     ]
-    if word in t and not found:
+    if word in t and not targets:
         t.refuse(word, f"must be a pattern of {', '.join(_TARGETS)}", is_essential=True)
     else:
-        t.map(word, lora_targets=",".join(found) if 0 < len(found) < len(_TARGETS) else "all")
+        t.map(word, lora_targets=",".join(targets) if 0 < len(targets) < len(_TARGETS) else "all")
 
 
 def _equation(t: Translation) -> tuple[str, str]:

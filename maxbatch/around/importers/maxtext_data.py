@@ -118,8 +118,8 @@ def _hf(t: Translation, _: str) -> None:
     files, name = t.text("hf_train_files"), t.text("hf_path")
     kind = "jsonl" if "json" in (files or name) else "parquet"
     t.map("dataset_type", dataset_type=kind)
-    parts = [part for part in (name, t.text("hf_name"), t.text("hf_data_dir")) if part]
-    path = files or f"{'/'.join(parts)}/*{t.text('train_split', 'train')}*.{kind}"
+    names = [part for part in (name, t.text("hf_name"), t.text("hf_data_dir")) if part]
+    path = files or f"{'/'.join(names)}/*{t.text('train_split', 'train')}*.{kind}"
     if not files and not name:
         t.refuse("hf_path", "must name the files of the data set", is_essential=True)
         return
@@ -135,7 +135,7 @@ def _hf(t: Translation, _: str) -> None:
             t.map(word, dataset_path=path)
     held_out = (
         t.text("hf_eval_files")
-        or f"{'/'.join(parts)}/*{t.text('hf_eval_split', 'validation')}*.{kind}"
+        or f"{'/'.join(names)}/*{t.text('hf_eval_split', 'validation')}*.{kind}"
     )
     for word in ("hf_eval_files", "hf_eval_split"):
         if word in t and _has_eval(t):

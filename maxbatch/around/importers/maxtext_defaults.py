@@ -91,12 +91,12 @@ def _table() -> Mapping[str, dict[str, Stated]]:
             models = (line.partition(" ") for line in lines.split("\n"))
             table[name] = {model: words for model, _, words in models}
         else:
-            stated: dict[str, Stated] = {
+            values: dict[str, Stated] = {
                 word: re.findall(r"[^,]+", text[1:-1]) if text.startswith("[") else text
                 for word, text in settings(lines).items()
             }
             table[name] = {
-                word: value for word, value in stated.items() if word != "base_config" or not value
+                word: value for word, value in values.items() if word != "base_config" or not value
             }
     return table
 

@@ -36,19 +36,19 @@ _MOST_BASES = 8
 _BLOCKS = ("rl", "lora", "dpo")  # their words are also read without the block's name
 
 
-def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
+def read(path: Path, number: int | None = None) -> tuple[dict[str, Stated], list[str]]:
     """Reads the words of a config, with its `base_config` chain and model, or of a recipe; with
     notes.
 
     As in MaxText, a model's own keys override a config file's, and a command's override both.
-    `command` is its number in a recipe, from 1; None: the only one.
+    `number` is that of the command in a recipe, from 1; None: the only one.
     """
     notes: list[str] = []
-    named, own = None, dict[str, Stated]()
+    named, of_command = None, dict[str, Stated]()
     if is_yaml(path):
         words = _chain(path) if path.name != BASE else dict(read_yaml(path))
     else:
-        run = read_command(path, command)
+        run = read_command(path, number)
         line = run.arguments
         if len(files := [word for word in line if is_config_file(word)]) > 1:
             both = " and ".join(map(shown, files[:2]))
@@ -56,32 +56,39 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
                 f"{shown_path(path)}: a command has the words of {both}, and an import makes one "
                 "config"
             )
-        own = settings_of(
+        of_command = settings_of(
             [word.lstrip("-") if "=" in word else word for word in line], shown_path(path)
         )
-        own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
+        of_command = {
+            name: _as_list(name, value)
+            for name, value in of_command.items()
+            if name not in ("m", "c")
+        }
         if run.program.endswith("train_sft_native"):  # which appends both to its command
-            own |= {"use_sft": "true", "use_tunix_gradient_accumulation": "false"}
+            of_command |= {"use_sft": "true", "use_tunix_gradient_accumulation": "false"}
         named = config_file_of(line)
         if bare := ", ".join(unset[1] for word in line if (unset := UNSET.fullmatch(word))):
             notes.append(
                 f"{shown_path(path)} does not set {bare}, which may hold words of the command: "
                 "none are read"
             )
-        words, note = _words_of_file(path, named, run.program, "per_device_batch_size" in own)
+        words, note = _words_of_file(
+            path, named, run.program, "per_device_batch_size" in of_command
+        )
         notes += [note] if note else []
-        words = {word: value for word, value in words.items() if not _is_stated(word, own)}
-    name = str((words | own).get("model_name", "default")).strip()
+        words = {word: value for word, value in words.items() if not _is_stated(word, of_command)}
+    name = str((words | of_command).get("model_name", "default")).strip()
     if name in ("", "default"):
         if is_yaml(path) and path.stem not in presets() and words_of_model(path.stem):
-            own["model_name"] = NameOfFile(path.stem)  # by which MaxText reads the file of a model
-        return words | own, notes
+            # the name by which MaxText reads the file of a model
+            of_command["model_name"] = NameOfFile(path.stem)
+        return words | of_command, notes
     if name in presets():
         words = _below_model(words, name)
         block = load_config(overrides=[f"model_name={name}"]).model.decoder_block
-        if own.get("decoder_block") == block:
+        if of_command.get("decoder_block") == block:
             # The model's file states all that its block needs, so the block's rows need not ask.
-            own["decoder_block"] = Displaced(block)
+            of_command["decoder_block"] = Displaced(block)
     else:
         folders = [
             path.parent,
@@ -92,18 +99,20 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
             filter(None, (_near(folder, f"models/{plain}.yml") for folder in folders)), None
         )
         if model is None:  # its name is refused, and what else its file states is not known
-            return _below_model(words | own, name), notes
+            return _below_model(words | of_command, name), notes
         if model.resolve() != path.resolve():
             words |= read_yaml(model)
-        own["model_name"] = NameOfFile(name)
+        of_command["model_name"] = NameOfFile(name)
         notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
-    return words | own, notes
+    return words | of_command, notes
 
 
-def _is_stated(word: str, own: Mapping[str, Stated]) -> bool:
+def _is_stated(word: str, of_command: Mapping[str, Stated]) -> bool:
     """Returns whether a command states a word of its file, with or without the block's name."""
-    return word in own or any(
-        word == f"{block}.{name}" or name == f"{block}.{word}" for block in _BLOCKS for name in own
+    return word in of_command or any(
+        word == f"{block}.{name}" or name == f"{block}.{word}"
+        for block in _BLOCKS
+        for name in of_command
     )
 
 
@@ -190,11 +199,11 @@ def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
     if beside is not None:
         return beside, ""
     configs = next((above for above in folder.resolve().parents if above.name == "configs"), None)
-    found = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
-    if len(found) == 1:
+    files = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
+    if len(files) == 1:
         return (
-            found[0],
-            f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of "
+            files[0],
+            f"{shown_path(named)} is not there: {shown_path(files[0])} is read, the only one of "
             "that name",
         )
     absent = f"{shown_path(named)} is not beside {shown_path(folder)}"
@@ -221,9 +230,9 @@ def _chain(path: Path) -> dict[str, Stated]:
                 f"base_config={shown_path(at)}: must not lead back to a file of its own chain"
             )
         seen.append(at.resolve())
-        stated = read_yaml(at) if at.name != BASE else _of_base(at)
-        base = stated.pop("base_config", "")
-        words = stated | words
+        of_file = read_yaml(at) if at.name != BASE else _of_base(at)
+        base = of_file.pop("base_config", "")
+        words = of_file | words
         name = base if isinstance(base, str) and base.lower() not in NULLS else ""
         at = _near(path.parent, name) if name else None
         if name and at is None and Path(name).name != BASE:  # its values are known

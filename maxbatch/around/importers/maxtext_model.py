@@ -82,11 +82,11 @@ def _scale(t: Translation) -> None:
 
 
 def _no_family(t: Translation, word: str) -> None:
-    stated = t.text(word)
+    block = t.text(word)
     others = f"; there are {', '.join(FAMILIES)}"
-    if stated in _FORMER:
-        others = f", which maxbatch==0.5.0 still has; nearest: {_FORMER[stated]}"
-    t.refuse(word, f"there is no family {stated}{others}", is_essential=True)
+    if block in _FORMER:
+        others = f", which maxbatch==0.5.0 still has; nearest: {_FORMER[block]}"
+    t.refuse(word, f"there is no family {block}{others}", is_essential=True)
 
 
 def _pattern(t: Translation, word: str) -> None:
@@ -98,19 +98,19 @@ def _pattern(t: Translation, word: str) -> None:
 
 
 def _double_layers(t: Translation, _: str) -> None:
-    stated = t.number("base_num_decoder_layers")
-    pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if stated is None else stated
+    layers = t.number("base_num_decoder_layers")
+    pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if layers is None else layers
     if pairs.is_integer():  # others are refused by the table of words
         why = "a layer there is two here, local and global"
         t.map("base_num_decoder_layers", why, base_num_decoder_layers=str(2 * int(pairs)))
 
 
 def _activations(t: Translation, word: str) -> None:
-    stated = _activation(t)
-    if stated == "silu,linear":
+    activations = _activation(t)
+    if activations == "silu,linear":
         t.ignore(word, "the gated MLP of llama is the default")
-    elif stated in _ACTIVATIONS:
-        t.map(word, mlp_activations=stated)
+    elif activations in _ACTIVATIONS:
+        t.map(word, mlp_activations=activations)
     else:
         t.refuse(word, f"must be one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
 
@@ -120,10 +120,10 @@ def _activation(t: Translation) -> str:
 
 
 def _is_original_length(t: Translation, _: str) -> bool:
-    stated, original = (
+    length, original = (
         t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings")
     )
-    return stated is not None and stated <= (original or 4096)
+    return length is not None and length <= (original or 4096)
 
 
 def _is_cycle(t: Translation, word: str) -> bool:
@@ -155,8 +155,8 @@ def _scales_gemma(t: Translation, _: str) -> bool:
 
 def _ties_logits(t: Translation, _: str) -> bool:
     """Returns whether logits are products with the embedding."""
-    stated, model = t.text("logits_via_embedding").lower(), _model(t)
-    return stated == "true" or (not stated and model is not None and model.logits_via_embedding)
+    value, model = t.text("logits_via_embedding").lower(), _model(t)
+    return value == "true" or (not value and model is not None and model.logits_via_embedding)
 
 
 def _model(t: Translation) -> ModelConfig | None:
@@ -166,11 +166,11 @@ def _model(t: Translation) -> ModelConfig | None:
     name = t.settings.get("model_name", "default")
     if name not in (*presets(), "default", "auto"):
         return None
-    stated = [f"model_name={name}"] if name in presets() else []
-    model = load_config(overrides=stated).model
+    preset = [f"model_name={name}"] if name in presets() else []
+    model = load_config(overrides=preset).model
     block = t.settings.get("decoder_block", t.text("decoder_block"))
     if block not in FAMILIES:
-        block = model.decoder_block if stated else "llama2"
+        block = model.decoder_block if preset else "llama2"
     return model.replaced({"decoder_block": block})
 
 

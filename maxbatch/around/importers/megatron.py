@@ -342,9 +342,9 @@ def _parts(t: Translation, word: str) -> list[str]:
 
 
 def _split(t: Translation, word: str) -> None:
-    parts = _parts(t, word)
-    total = sum(map(Fraction, parts))
-    held_out = float(Fraction(parts[1]) / total) if len(parts) > 1 and total else 0.0
+    shares = _parts(t, word)
+    total = sum(map(Fraction, shares))
+    held_out = float(Fraction(shares[1]) / total) if len(shares) > 1 and total else 0.0
     t.map(word, "the second part", eval_fraction=f"{held_out:.12g}")
 
 

@@ -150,18 +150,18 @@ def _arguments(
 def _beside(call: ast.Call, constants: Mapping[str, object]) -> Iterator[tuple[str, Stated]]:
     """Yields words of adapters, of parameters in few bits, of the model and of the data."""
     name, words = _name(call), _BESIDE.get(_name(call), {})
-    stated = {
+    arguments = {
         words[k.arg]: _value(k.value, constants) for k in call.keywords if k.arg and k.arg in words
     }
     if name == "LoraConfig":
-        stated = {**_DEFAULTS_OF_LORA, **stated, "use_peft": True}
+        arguments = {**_DEFAULTS_OF_LORA, **arguments, "use_peft": True}
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     is_model = isinstance(owner, ast.Name) and "ForCausalLM" in owner.id
     if name == "from_pretrained" and is_model and call.args:
-        stated["model_name_or_path"] = _value(call.args[0], constants)
+        arguments["model_name_or_path"] = _value(call.args[0], constants)
     if name == "load_dataset" and call.args:
-        stated["dataset_name"] = _value(call.args[0], constants)
-    for word, value in stated.items():
+        arguments["dataset_name"] = _value(call.args[0], constants)
+    for word, value in arguments.items():
         is_name = word in ("model_name_or_path", "dataset_name")
         if not is_name or (isinstance(value, str) and not value.startswith("${")):
             yield word, _text(value)

@@ -51,10 +51,10 @@ def read_yaml(path: Path) -> dict[str, Stated]:
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{shown_path(path)}: must be lines of `key: value`")
-    found: dict[str, Stated] = {}
+    words: dict[str, Stated] = {}
     for word, value in _flat(node, shown_path(path)):
-        state(found, word, value, shown_path(path))
-    return found
+        state(words, word, value, shown_path(path))
+    return words
 
 
 def _read_toml(path: Path) -> dict[str, Stated]:
@@ -84,14 +84,14 @@ def _flat_table(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple
             )
 
 
-def state(found: dict[str, Stated], word: str, value: Stated, where: str) -> None:
+def state(words: dict[str, Stated], word: str, value: Stated, where: str) -> None:
     """Adds a word to `found`; raises ConfigError, with `where` in front, for too many words or a
     repeated one.
     """
-    if word in found and found[word] != value:
-        raise _two_values(where, word, found[word], value)
-    found[word] = value
-    if len(found) > _MOST_WORDS:
+    if word in words and words[word] != value:
+        raise _two_values(where, word, words[word], value)
+    words[word] = value
+    if len(words) > _MOST_WORDS:
         raise ConfigError(
             f"{where}: states more than {_MOST_WORDS:,} words, the most that are read"
         )
@@ -105,10 +105,10 @@ def _two_values(where: str, word: str, *values: object) -> ConfigError:
 
 def renamed(words: Mapping[str, Stated], where: str) -> dict[str, Stated]:
     """Replaces `-` by `_` in words; raises ConfigError if that gives a word two values."""
-    found: dict[str, Stated] = {}
+    new_words: dict[str, Stated] = {}
     for word, value in words.items():
-        state(found, word.replace("-", "_"), value, where)
-    return found
+        state(new_words, word.replace("-", "_"), value, where)
+    return new_words
 
 
 def _flat(

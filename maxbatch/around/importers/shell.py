@@ -56,7 +56,7 @@ _MOST_LINES = 20_000  # commands, empty ones included
 _MOST_OF_LINE = 2**16  # characters of a command, variables expanded
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     """A command of a shell file, or loose settings, which have no start."""
 
     start: list[str]  # environment, launcher with its flags, and program
@@ -69,19 +69,19 @@ class Command(NamedTuple):
 
     def processes(self, where: str) -> int | None:
         """Returns the processes on all machines according to the launcher; None if not stated."""
-        stated = settings_of((self.start or self.arguments)[:-1], where)
+        flags = settings_of((self.start or self.arguments)[:-1], where)
         for of_node, nodes in (
             ("num_processes", ""),
             ("nproc_per_node", "nnodes"),
             ("num_gpus", "num_nodes"),
         ):
-            texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
+            texts = [str(flags.get(of_node, "")), str(flags.get(nodes, "1"))]
             if all(_INTEGER.fullmatch(text) for text in texts):
                 return math.prod(map(int, texts))
         return None
 
 
-def read_command(path: Path, number: int | None = None) -> Command:
+def read_command(path: Path, number: int | None = None) -> ShellCommand:
     """Reads the training command of a shell file, or its loose settings: lines of flags or
     `key=value`.
 
@@ -104,35 +104,39 @@ def read_command(path: Path, number: int | None = None) -> Command:
         raise ConfigError(
             f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value"
         )
-    found = commands or [Command([], script.loose)]
-    if number is not None and number > len(found):
+    readable = commands or [ShellCommand([], script.loose)]
+    if number is not None and number > len(readable):
         raise ConfigError(
-            f"--command {number}: {shown_path(path)} has {len(found)}; works: --command "
-            f"{len(found)}"
+            f"--command {number}: {shown_path(path)} has {len(readable)}; works: --command "
+            f"{len(readable)}"
         )
     if number is None and any(
-        _of_run(one.arguments) != _of_run(found[0].arguments) for one in found
+        _of_run(command.arguments) != _of_run(readable[0].arguments) for command in readable
     ):
-        texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands)
+        texts = (shown(" ".join([*command.start, *command.arguments])) for command in commands)
         named = first_of([f"{i}: {text}" for i, text in enumerate(texts, 1)], 8, ";")
         rule = f"{len(commands)} commands train, and an import makes one config"
         raise ConfigError(f"{shown_path(path)}: {rule} ({named}); works: --command 1")
-    return found[(number or 1) - 1]
+    return readable[(number or 1) - 1]
 
 
-def commands_of(path: Path) -> list[Command]:
+def commands_of(path: Path) -> list[ShellCommand]:
     """Returns each training command, in the order of `--command`."""
     return _training(_Script(path))
 
 
-def _training(script: _Script) -> list[Command]:
+def _training(script: _Script) -> list[ShellCommand]:
     """Returns the commands recognised as training; if none, all but MaxText's other programs."""
     commands = map(_command, script.commands)
     able = [
-        one for one in commands if "train" in one.program or not _OF_MAXTEXT.search(one.program)
+        command
+        for command in commands
+        if "train" in command.program or not _OF_MAXTEXT.search(command.program)
     ]
     return [
-        one for one in able if any("train" in word for word in (*one.start, *one.arguments))
+        command
+        for command in able
+        if any("train" in word for word in (*command.start, *command.arguments))
     ] or able
 
 
@@ -238,56 +242,56 @@ class _Script:
             return value
 
         def put_in(text: str, depth: int = 0) -> str:
-            parts, at = list[str](), 0
+            pieces, at = list[str](), 0
             closings = _closings(text) if depth < _MOST_NESTED else {}
-            while found := _VARIABLE.search(text, at):
-                name, end, word = found[1] or found[2], found.end(), ""
-                if found[2] and found.start() not in closings:
-                    parts.append(text[at:end])  # unterminated
+            while match := _VARIABLE.search(text, at):
+                name, end, word = match[1] or match[2], match.end(), ""
+                if match[2] and match.start() not in closings:
+                    pieces.append(text[at:end])  # unterminated
                     at = end
                     continue
-                if found[2]:
-                    closing = closings[found.start()]
+                if match[2]:
+                    closing = closings[match.start()]
                     word, end = text[end:closing], closing + 1
                 value = self._variables.get(name)
-                if value == "" and found[3]:
+                if value == "" and match[3]:
                     value = None  # with a colon, empty counts as unset
-                if found[4] == "+":
+                if match[4] == "+":
                     value = "" if value is None else put_in(word, depth + 1)
-                elif value is None and found[4] in ("-", "="):
+                elif value is None and match[4] in ("-", "="):
                     value = put_in(word, depth + 1)
-                    if found[4] == "=":
+                    if match[4] == "=":
                         self._variables[name] = value
-                parts += [
-                    text[at : found.start()],
+                pieces += [
+                    text[at : match.start()],
                     counted(f"${{{name}}}" if value is None else value),
                 ]
                 at = end
-            return "".join([*parts, text[at:]])
+            return "".join([*pieces, text[at:]])
 
         text = put_in(
             _ARRAY_VARIABLE.sub(
-                lambda found: counted(self._variables.get(found[1], found[0])), text
+                lambda match: counted(self._variables.get(match[1], match[0])), text
             )
         )
         text = _SUM.sub(self._sum, text)
 
-        def output(found: re.Match[str]) -> str:
-            name = (found[1] or found[2]).upper()
+        def output(match: re.Match[str]) -> str:
+            name = (match[1] or match[2]).upper()
             self._outputs.add(name)
             return f"${{{name}}}"
 
         return _OUTPUT.sub(output, text)
 
-    def _sum(self, found: re.Match[str]) -> str:
+    def _sum(self, match: re.Match[str]) -> str:
         """Evaluates a sum of products of integers and variables within a shell's 64 bits.
 
         Other expressions are kept, without blanks.
         """
         terms, at, sign = [0], 0, 1
-        unread = re.sub(r"\s", "", found[0])
-        while at < len(found[1]):
-            term = _TERM.match(found[1], at)
+        unread = re.sub(r"\s", "", match[0])
+        while at < len(match[1]):
+            term = _TERM.match(match[1], at)
             text = "" if term is None else term[2] or self._variables.get(term[3], "").strip()
             if term is None or not _INTEGER.fullmatch(text) or (term[1] == "") != (at == 0):
                 return unread
@@ -302,10 +306,10 @@ class _Script:
 
     def _taken(self, line: str) -> str:
         """Returns the line, or nothing in a branch of an `if` that the shell skips."""
-        found = _BRANCH.match(line)
-        if found is None:
+        match = _BRANCH.match(line)
+        if match is None:
             return line if all(branch is not False for branch, _ in self._branches) else ""
-        word, rest = found.groups()
+        word, rest = match.groups()
         if word == "if":
             self._branches.append((None, False))
         if not self._branches:
@@ -343,14 +347,14 @@ class _Script:
 
 def _closings(text: str) -> dict[int, int]:
     """Returns the position of the closing brace, by each `${`."""
-    found: dict[int, int] = {}
+    closings: dict[int, int] = {}
     opened: list[int] = []
     for brace in re.finditer(r"\$\{|\}", text):
         if brace[0] == "${":
             opened.append(brace.start())
         elif opened:
-            found[opened.pop()] = brace.start()
-    return found
+            closings[opened.pop()] = brace.start()
+    return closings
 
 
 def _named(word: str) -> str:
@@ -369,18 +373,18 @@ def _lines(text: str) -> Iterator[str]:
     Backslashes, quotes and arrays continue a line; `;`, `&&`, `||`, `|` and `&` separate commands.
     """
 
-    def joined(found: re.Match[str]) -> str:
-        return "" if found[0].startswith("#") else found[0].replace("\n", " ")
+    def joined(match: re.Match[str]) -> str:
+        return "" if match[0].startswith("#") else match[0].replace("\n", " ")
 
-    def parted(found: re.Match[str]) -> str:
-        return found[0] if found["whole"] else " " if found["to"] else "\n"
+    def parted(match: re.Match[str]) -> str:
+        return match[0] if match["whole"] else " " if match["to"] else "\n"
 
     text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
     text = _PLACE.sub(
-        lambda found: f"\ue000{_NOT_OF_NAME.sub('_', found[1]).strip('_') or 'VALUE'}\ue001", text
+        lambda match: f"\ue000{_NOT_OF_NAME.sub('_', match[1]).strip('_') or 'VALUE'}\ue001", text
     )
     text = _QUOTE_OR_COMMENT.sub(joined, text)
-    for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
+    for line in _ARRAY.sub(lambda match: match[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
 
 
@@ -398,7 +402,7 @@ def _nested(words: list[str], text: str) -> str | None:
     )
 
 
-def _command(words: list[str]) -> Command:
+def _command(words: list[str]) -> ShellCommand:
     """Splits the words of a command behind its program."""
     programs = [
         i
@@ -407,7 +411,7 @@ def _command(words: list[str]) -> Command:
         and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
     ]
     end = programs[0] + 1 if programs else 0
-    return Command(words[:end], words[end:])
+    return ShellCommand(words[:end], words[end:])
 
 
 def _unquoted(text: str) -> str:
@@ -421,13 +425,13 @@ def settings_of(words: list[str], where: str) -> dict[str, Stated]:
     Raises:
       ConfigError: a word has two values; `where` begins the message.
     """
-    found: dict[str, Stated] = {}
+    settings_by_word: dict[str, Stated] = {}
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
         if _SETTING.match(word):
             name, _, value = word.partition("=")
-            state(found, name.lstrip("-+").replace("-", "_"), value, where)
+            state(settings_by_word, name.lstrip("-+").replace("-", "_"), value, where)
         elif re.match(r"--?[A-Za-z]", word):
             values: list[object] = []
             while (
@@ -437,12 +441,12 @@ def settings_of(words: list[str], where: str) -> dict[str, Stated]:
             ):
                 values.append(words[at])
                 at += 1
-            stated = values if len(values) > 1 else str(values[0]) if values else "true"
-            state(found, word.lstrip("-").replace("-", "_"), stated, where)
+            flag_value = values if len(values) > 1 else str(values[0]) if values else "true"
+            state(settings_by_word, word.lstrip("-").replace("-", "_"), flag_value, where)
         elif "=" in word:
             name, _, value = word.partition("=")
-            state(found, name, value, where)
-    return found
+            state(settings_by_word, name, value, where)
+    return settings_by_word
 
 
 def config_file_of(words: list[str]) -> str | None:

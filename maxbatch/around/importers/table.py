@@ -101,15 +101,19 @@ class Format:
             **(parent.conditions if parent else {}),
             **(conditions or {}),
         }
-        own = dict(sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")))
+        of_table = dict(
+            sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8"))
+        )
         self.defaults: dict[str, str] = {
             **(parent.defaults if parent else {}),
-            **_defaults(own.get("defaults", ""), default_of),
+            **_defaults(of_table.get("defaults", ""), default_of),
         }
-        self.signs = own.get("signs", "").split()
+        self.signs = of_table.get("signs", "").split()
         self.sections: dict[str, list[list[Row]]] = {**(parent.sections if parent else {})}
         self.sections |= {
-            name: _blocks(text) for name, text in own.items() if name not in ("defaults", "signs")
+            name: _blocks(text)
+            for name, text in of_table.items()
+            if name not in ("defaults", "signs")
         }
 
     def translate(self, t: Translation, section: str = "words") -> None:
@@ -132,9 +136,9 @@ class Format:
     def _term(self, t: Translation, word: str, term: str) -> bool:
         if term.startswith(":"):
             return self.conditions[term[1:]](t, word)
-        found = TERM.fullmatch(term)
-        assert found, term
-        name, test, text = found[1] or word, found[2], found[3] or ""
+        match = TERM.fullmatch(term)
+        assert match, term
+        name, test, text = match[1] or word, match[2], match[3] or ""
         if test in ("is", "not"):
             return _is_one(t, name, text.split(", ")) == (test == "is")
         if test in _COMPARED:
@@ -149,7 +153,7 @@ class Format:
 
     def _apply(self, t: Translation, word: str, row: Row) -> None:
         kind, _, rest = row.here.partition(" ")
-        why = _NAME.sub(lambda found: shown(t.text(found[1] or word)) or "empty", row.why)
+        why = _NAME.sub(lambda match: shown(t.text(match[1] or word)) or "empty", row.why)
         if kind.startswith("@"):
             for name in row.here.replace("@", "").split():
                 if name in self.rules:
@@ -215,8 +219,8 @@ def _is_one(t: Translation, name: str, values: list[str]) -> bool:
 def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
     """Fills a cell's settings with the values of words."""
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
         if name in ("bool", "not"):
             return "true" if t.is_true(word) == (name == "bool") else "false"
         if name == "rows":
@@ -245,8 +249,8 @@ def settings(text: str) -> dict[str, str]:
 def _defaults(text: str, default_of: Callable[[str], str]) -> dict[str, str]:
     """Parses defaults in their order; those without a value are asked for."""
     words = [word.partition("=")[0] for word in re.findall(r"\S+?='[^']*'|\S+", text)]
-    stated = settings(text)
-    return {word: stated[word] if word in stated else default_of(word) for word in words}
+    values = settings(text)
+    return {word: values[word] if word in values else default_of(word) for word in words}
 
 
 def _blocks(text: str) -> list[list[Row]]:

@@ -53,18 +53,18 @@ def _batch_of_tokens(t: Translation) -> None:
     the pipeline.
     """
     length, tokens = read_number(t.text(_LENGTH)), read_number(t.text(_TOKENS))
-    parts = (
+    microbatches = (
         read_number(t.text(_PARTS, "1"))
         if "ici_pipeline_parallelism" in t.settings
         else Fraction(1)
     )
-    if length is None or tokens is None or parts is None:
+    if length is None or tokens is None or microbatches is None:
         t.refuse(_TOKENS, f"must be a number of tokens, beside {_LENGTH}", is_essential=True)
         return
-    rows = str(plain_number(tokens * parts / length / t.replica))
+    rows = str(plain_number(tokens * microbatches / length / t.replica))
     why = (
-        f"tokens x {parts} / {length} tokens of a row"
-        if parts > 1
+        f"tokens x {microbatches} / {length} tokens of a row"
+        if microbatches > 1
         else f"tokens / {length} tokens of a row"
     )
     t.map(_TOKENS, "; ".join(filter(None, (why, t.replica_in_words()))), per_device_batch_size=rows)

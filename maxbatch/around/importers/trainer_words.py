@@ -80,17 +80,17 @@ def _cosine_to_least_rate(t: Translation, word: str) -> None:
     """Takes Hugging Face's cosine_with_min_lr; its last rate is one of the schedule's arguments."""
     t.expand(_OF_SCHEDULE)
     rate, share, peak = (f"{_OF_SCHEDULE}.min_lr", f"{_OF_SCHEDULE}.min_lr_rate", "learning_rate")
-    stated = [name for name in (rate, share) if name in t]
-    least, most = t.number(stated[0]) if len(stated) == 1 else None, t.number(peak)
+    names = [name for name in (rate, share) if name in t]
+    least, most = t.number(names[0]) if len(names) == 1 else None, t.number(peak)
     if least is None or not most:
         t.refuse(
             word, f"needs min_lr or min_lr_rate in {_OF_SCHEDULE}, a number, beside learning_rate"
         )
         return
-    fraction = f"{least if stated == [share] else least / most:.12g}"
+    fraction = f"{least if names == [share] else least / most:.12g}"
     final = {"learning_rate_schedule": "cosine", "learning_rate_final_fraction": fraction}
     t.map(word, "after the warmup, to the end of the run", **final)
-    t.map(stated[0], "last rate / peak", learning_rate_final_fraction=fraction)
+    t.map(names[0], "last rate / peak", learning_rate_final_fraction=fraction)
     half = f"{_OF_SCHEDULE}.num_cycles"
     if half in t and t.number(half) == 0.5:
         t.ignore(half, "half a wave")

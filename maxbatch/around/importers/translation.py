@@ -157,9 +157,9 @@ class Translation:
         value = self._stated.get(word, [])
         items = value if isinstance(value, list) else []
         named = [
-            one
-            for one in items
-            if isinstance(one, dict) and isinstance(one.get("path"), str) and one["path"]
+            item
+            for item in items
+            if isinstance(item, dict) and isinstance(item.get("path"), str) and item["path"]
         ]
         return named if len(named) == len(items) else []
 
@@ -475,6 +475,6 @@ def _states_run(name: str) -> bool:
     model.
     """
     key = KEYS[name]
-    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
+    of_run = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
-    return is_model or name in SPLIT_AXES or key.part is Part.LENGTH or bool(key.fixes & stated)
+    return is_model or name in SPLIT_AXES or key.part is Part.LENGTH or bool(key.fixes & of_run)

@@ -11,14 +11,14 @@ from maxbatch.around.pages.page import Page, heading, paragraph, table
 from maxbatch.around.pages.plots import BatchCurve, loss_against_batch
 
 
-def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
+def add_critical_batch(page: Page, measured: Mapping[str, Any]) -> None:
     """Adds the measurement of a `critical_batch.json` to a page."""
-    checkpoints = found["checkpoints"]
-    page.add(heading(f"Critical batch size along {found['run']}"))
+    checkpoints = measured["checkpoints"]
+    page.add(heading(f"Critical batch size along {measured['run']}"))
     page.figures(
         [
             loss_against_batch(
-                [_curve(one, found["tolerance"]) for one in checkpoints if one["branches"]]
+                [_curve(each, measured["tolerance"]) for each in checkpoints if each["branches"]]
             )
         ]
     )
@@ -35,7 +35,7 @@ def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
         ),
         *(paragraph(checkpoint["in_words"]) for checkpoint in checkpoints),
         paragraph(
-            f"Tolerance: {found['tolerance']:g} {found['tolerance_unit']}. Next: {found['command']}"
+            f"Tolerance: {measured['tolerance']:g} {measured['tolerance_unit']}. Next: {measured['command']}"
         ),
     )
 

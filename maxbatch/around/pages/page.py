@@ -42,9 +42,9 @@ class Page:
         self._units: dict[str, str] = {}
         self._runs: list[RunColumns] = []
 
-    def add(self, *parts: str) -> None:
+    def add(self, *blocks: str) -> None:
         """Adds parts as HTML, from the functions below."""
-        self._body += parts
+        self._body += blocks
 
     def figures(self, figures: Sequence[Figure]) -> None:
         """Adds figures that hold their own data."""
@@ -103,7 +103,7 @@ class Page:
         )
 
     def _add(self, figures: Iterable[tuple[Figure | Panel, dict[str, object]]]) -> None:
-        parts = []
+        blocks = []
         for figure, spec in figures:
             number, log, note = len(self._figures), "", ""
             if isinstance(figure, Panel):
@@ -111,10 +111,10 @@ class Page:
             elif figure.note:
                 note = f"<figcaption>{html.escape(figure.note)}</figcaption>"
             plot = f'<div class="plot" id="plot{number}"></div>'
-            parts.append(f"<figure><h3>{html.escape(figure.title)}{log}</h3>{plot}{note}</figure>")
+            blocks.append(f"<figure><h3>{html.escape(figure.title)}{log}</h3>{plot}{note}</figure>")
             self._figures.append(spec)
             self._drawn.append(figure)
-        self._body.append(f'<div class="figures">{"".join(parts)}</div>')
+        self._body.append(f'<div class="figures">{"".join(blocks)}</div>')
 
     def save(self, path: AnyPath) -> str:
         """Writes the page if it can, and returns a line with its path, or with the reason why it
@@ -209,11 +209,11 @@ def paragraph(text: str) -> str:
     return f"<p>{html.escape(text)}</p>"
 
 
-def details(summary: str, *parts: str, is_open: bool = False) -> str:
+def details(summary: str, *blocks: str, is_open: bool = False) -> str:
     """Returns parts that fold under a summary."""
     attribute = " open" if is_open else ""
     return (
-        f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
+        f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(blocks)}</details>"
     )
 
 
@@ -241,14 +241,14 @@ def table(
     )
 
 
-def shares_bar(parts: Sequence[tuple[str, float]]) -> str:
+def shares_bar(shares: Sequence[tuple[str, float]]) -> str:
     """Returns a bar whose segments are the shares of named amounts, and a legend with the shares in
     per cent.
     """
-    total = sum(amount for _, amount in parts)
+    total = sum(amount for _, amount in shares)
     shown = [
         (i, html.escape(name), amount / total)
-        for i, (name, amount) in enumerate(parts)
+        for i, (name, amount) in enumerate(shares)
         if amount > 0
     ]
     segments = "".join(

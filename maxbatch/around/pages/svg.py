@@ -121,7 +121,7 @@ def svg_of(figure: Figure) -> str:
     longest = max((len(label) for _, label in x_ticks), default=1)
     bottom = _HEIGHT - 46 - (0.6 * _CHARACTER * longest if is_turned else 0)
     at_x, at_y = x.placed(left, right), y.placed(bottom, top)
-    parts = [
+    elements = [
         _text(_WIDTH / 2, 22, figure.title, size=_FONT + 2, more=' font-weight="600"'),
         *_legend(legend, left),
         *_axis_x(x_ticks, at_x, left, right, top, bottom, is_turned),
@@ -136,11 +136,11 @@ def svg_of(figure: Figure) -> str:
         ),
     ]
     if heat_map:
-        parts += _cells(heat_map, at_x, at_y, right, top, bottom)
+        elements += _cells(heat_map, at_x, at_y, right, top, bottom)
     for series in figure.series:
-        parts += _drawn(series, x, y, at_x, at_y)
+        elements += _drawn(series, x, y, at_x, at_y)
     described = f"<desc>{_escaped(figure.note)}</desc>" if figure.note else ""
-    body = "\n".join(parts)
+    body = "\n".join(elements)
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n<svg xmlns="http://www.w3.org/2000/svg" '
         f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -372,11 +372,11 @@ def _legend_lines(series: Sequence[Series]) -> list[list[Series]]:
     """Returns the series of each line of the legend."""
     lines: list[list[Series]] = []
     width = math.inf
-    for one in series:
-        needed = _entry_width(one)
+    for entry in series:
+        needed = _entry_width(entry)
         if width + needed > _WIDTH - 90:
             lines, width = [*lines, []], 0
-        lines[-1].append(one)
+        lines[-1].append(entry)
         width += needed
     return lines
 

@@ -51,9 +51,9 @@ class Compared(NamedTuple):
             "loss": (self.loss, self.recorded_loss),
             "grad_norm": (self.grad_norm, self.recorded_grad_norm),
         }
-        for name, (found, recorded) in pairs.items():
-            if is_exact and not _is_close(found, recorded):
-                return f"{name} {found}, recorded {recorded}"
+        for name, (computed, recorded) in pairs.items():
+            if is_exact and not _is_close(computed, recorded):
+                return f"{name} {computed}, recorded {recorded}"
         return None
 
 
@@ -66,7 +66,7 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _is_close(found: float | None, recorded: float | None) -> bool:
-    if found is None or recorded is None:
-        return found is recorded
-    return abs(found - recorded) <= TOLERANCE * max(1.0, abs(recorded))
+def _is_close(computed: float | None, recorded: float | None) -> bool:
+    if computed is None or recorded is None:
+        return computed is recorded
+    return abs(computed - recorded) <= TOLERANCE * max(1.0, abs(recorded))

@@ -88,34 +88,34 @@ class RecordedRun:
             return self.lines[step]
         if not self.lines:
             raise ConfigError(f"{shown(self.named)}: has no update yet")
-        nearest = min(self.lines, key=lambda one: abs(one - step))
+        nearest = min(self.lines, key=lambda known: abs(known - step))
         raise ConfigError(
             f"--step {step}: {shown(self.named)} has updates {min(self.lines)} to "
             f"{max(self.lines)}; works: --step {nearest}"
         )
 
-    def checkpoint_before(self, step: int, stated: int | None) -> int | None:
+    def checkpoint_before(self, step: int, wanted: int | None) -> int | None:
         """Returns the step of the checkpoint from which an update is reached: the stated one, else
         the newest before it; None: the update is reached from the first parameters.
 
         Raises:
           ConfigError: the stated one is missing, or is not before the update.
         """
-        before = [one for one in committed_steps(self.path) if one < step]
-        if stated is None:
+        before = [committed for committed in committed_steps(self.path) if committed < step]
+        if wanted is None:
             return before[0] if before else None
-        if stated in before:
-            return stated
-        there = "is not before" if stated >= step else "is missing, and"
+        if wanted in before:
+            return wanted
+        there = "is not before" if wanted >= step else "is missing, and"
         if not before:
             raise ConfigError(
-                f"--checkpoint {stated}: {there} update {step}, and {shown(self.named)} has no "
+                f"--checkpoint {wanted}: {there} update {step}, and {shown(self.named)} has no "
                 "checkpoint before it; works: no --checkpoint"
             )
-        nearest = min(before, key=lambda one: abs(one - stated))
-        steps = first_of([str(one) for one in sorted(before)], _MOST_NAMED)
+        nearest = min(before, key=lambda committed: abs(committed - wanted))
+        steps = first_of([str(committed) for committed in sorted(before)], _MOST_NAMED)
         raise ConfigError(
-            f"--checkpoint {stated}: {shown(self.named)} has checkpoints {steps} before update "
+            f"--checkpoint {wanted}: {shown(self.named)} has checkpoints {steps} before update "
             f"{step}; works: --checkpoint {nearest}"
         )
 
@@ -125,22 +125,24 @@ class RecordedRun:
         Raises:
           ConfigError: the config of one of them is not known.
         """
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for step in range(first_step, last_step + 1):
             config, devices = self._config_at(step), self._devices_at(step)
-            last = found[-1] if found else None
+            last = segments[-1] if segments else None
             if last and last.config == config and _same_devices(last.devices, devices):
-                found[-1] = last._replace(last_step=step)
+                segments[-1] = last._replace(last_step=step)
             else:
-                found.append(Segment(step, step, config, devices))
-        return found
+                segments.append(Segment(step, step, config, devices))
+        return segments
 
     def _config_at(self, step: int) -> Config:
         for owned in self._owned:
             if owned.first_step <= step:
                 return owned.config
         known = self._owned[-1].first_step
-        checkpoints = [one for one in committed_steps(self.path) if one >= known - 1]
+        checkpoints = [
+            committed for committed in committed_steps(self.path) if committed >= known - 1
+        ]
         works = f"; works: --step {min(checkpoints) + 1}" if checkpoints else ""
         raise ConfigError(
             f"{shown(self.named)}: {SESSIONS_FILE} does not state which keys the session from "
@@ -153,22 +155,22 @@ class RecordedRun:
         """The configs of the sessions that trained, the last first, back to the first one that is
         known.
         """
-        config, found = self.config, []
+        config, owned = self.config, []
         for session in reversed(read_sessions(self.path)):
             if _has_trained(session):
                 assert session.first_step is not None, "it has trained"
-                found.append(_Owned(session.first_step, config))
+                owned.append(_Owned(session.first_step, config))
             if session.first_step is None:
                 continue  # it ended before it stated its config
             if session.changed is None:
                 if session.first_step == 1:
                     break  # nothing before it is left in the run
-                return found or [_Owned(session.first_step, config)]
+                return owned or [_Owned(session.first_step, config)]
             config = config.replaced(_before(session.changed))
-        return [*found, _Owned(1, config)]
+        return [*owned, _Owned(1, config)]
 
     def _devices_at(self, step: int) -> DevicesUsed:
-        used = [one for one in self._devices if one.first_step <= step] or self._devices[:1]
+        used = [entry for entry in self._devices if entry.first_step <= step] or self._devices[:1]
         if not used:
             raise ConfigError(
                 f"{shown(self.named)}: has no {DEVICES_FILE}, which states the devices that its "
@@ -194,5 +196,5 @@ def _before(changed: Changed) -> dict[str, Value]:
     }
 
 
-def _same_devices(one: DevicesUsed, other: DevicesUsed) -> bool:
-    return dataclasses.replace(one, first_step=other.first_step) == other
+def _same_devices(first: DevicesUsed, other: DevicesUsed) -> bool:
+    return dataclasses.replace(first, first_step=other.first_step) == other

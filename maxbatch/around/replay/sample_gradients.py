@@ -75,10 +75,10 @@ def samples(update: Before) -> Iterator[Sample]:
         return _Whole(mean, optax.tree.vdot(mean, mean), totals.weight, scale)
 
     def find_part(state: TrainState, row: Batch, whole: _Whole) -> _Part:
-        one = jnp.int32(1)
-        alone = own_sums.totals(state, row, one, own_sums.scale(state, row, one))
+        single = jnp.int32(1)
+        alone = own_sums.totals(state, row, single, own_sums.scale(state, row, single))
         # the terms of experts' balance depend on the batch
-        within = alone if whole.scale is None else own_sums.totals(state, row, one, whole.scale)
+        within = alone if whole.scale is None else own_sums.totals(state, row, single, whole.scale)
         part = _mean(within.gradient, whole.weight)
         norm = optax.tree.norm(_mean(alone.gradient, alone.weight))
         return _Part(alone.loss, alone.weight, norm, optax.tree.vdot(whole.gradient, part))

@@ -282,8 +282,8 @@ class ReportedRun:
         """
         rows: list[list[object]] = []
         for stage in sorted({record[M.STAGE] for record in self.records}):
-            own = [record for record in self.records if record[M.STAGE] == stage]
-            steady = [record for record in self.steady if record[M.STAGE] == stage] or own
+            of_stage = [record for record in self.records if record[M.STAGE] == stage]
+            steady = [record for record in self.steady if record[M.STAGE] == stage] or of_stage
             medians = (
                 _median([record.get(name) for record in steady])
                 for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
@@ -292,8 +292,8 @@ class ReportedRun:
                 [
                     self.name,
                     stage,
-                    max(record[M.GLOBAL_BATCH_SIZE] for record in own),
-                    len(own),
+                    max(record[M.GLOBAL_BATCH_SIZE] for record in of_stage),
+                    len(of_stage),
                     *medians,
                 ]
             )

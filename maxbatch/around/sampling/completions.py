@@ -61,7 +61,7 @@ class Completer:
         most = rules.max_new_tokens
         assert most is not None and most < self._context, "the context has room for a prompt"
         room = self._context - most
-        found = [""] * len(prompts)
+        completions = [""] * len(prompts)
         by_slots: dict[tuple[int, int], list[int]] = {}
         for number, prompt in enumerate(prompts):
             by_slots.setdefault(self._samplers.slots(min(len(prompt), room), most), []).append(
@@ -75,8 +75,8 @@ class Completer:
                 kept = [list(prompts[number])[-room:] for number in some]
                 texts = self._batch(self._samplers.of(slots), kept, some, rows, rules, stops)
                 for number, text in zip(some, texts, strict=True):
-                    found[number] = text
-        return found
+                    completions[number] = text
+        return completions
 
     def _batch(
         self,
@@ -101,8 +101,8 @@ class Completer:
         def is_enough(row: int, ids: Sequence[int]) -> bool:
             return row >= len(prompts) or _before(text(ids), stops) is not None
 
-        *_, found = sampler.growing(self.params, filled, rules, _PIECE_TOKENS, is_enough)
-        texts = map(text, found[: len(prompts)])
+        *_, tokens = sampler.growing(self.params, filled, rules, _PIECE_TOKENS, is_enough)
+        texts = map(text, tokens[: len(prompts)])
         return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
 
 

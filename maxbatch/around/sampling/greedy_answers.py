@@ -66,11 +66,11 @@ class GreedyAnswers:
         begin = len(question.prompt)
         self._sampler.executable = self._compiled.result() if self._compiled else None
         rows = self._sampler.rows([question.prompt], [(0, 0, 0)])
-        found = jax.device_get(self._sampler(params, rows, self._rules))
-        drawn = slice(begin, int(found.lengths_B[0]))
-        if not np.isfinite(found.logprobs_BxL[0, drawn]).all():
+        responses = jax.device_get(self._sampler(params, rows, self._rules))
+        drawn = slice(begin, int(responses.lengths_B[0]))
+        if not np.isfinite(responses.logprobs_BxL[0, drawn]).all():
             raise TrainingError(
                 "the model gives no token a finite log-probability; its parameters are not finite"
             )
-        texts = (question.prompt, found.tokens_BxL[0, drawn], question.answer)
+        texts = (question.prompt, responses.tokens_BxL[0, drawn], question.answer)
         return Answer(*map(self.tokenizer.decode_markup, texts))

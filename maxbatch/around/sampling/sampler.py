@@ -377,9 +377,9 @@ def _responses(program: _Program, params: State, prompts: PromptRows, rules: _Ru
         logprobs_BxL = jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0)
     # If the devices do not divide the rows, all devices get all rows.
     row_axis = None if more or program.returns_whole else "batch"
-    found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
+    responses = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(
-        lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found
+        lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), responses
     )
     return placed
 

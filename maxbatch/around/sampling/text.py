@@ -66,10 +66,10 @@ def generate_text(
     while len(ids) < full:
         seen = ids if len(ids) < length else ids[-half:]
         rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
-        found = jax.device_get(sampler(params, sampler.rows([seen], [(window, 0, 0)]), rest))
-        response_slots = slice(len(seen), found.lengths_B[0])
-        response = found.tokens_BxL[0, response_slots].tolist()
-        if not np.isfinite(found.logprobs_BxL[0, response_slots]).any():
+        responses = jax.device_get(sampler(params, sampler.rows([seen], [(window, 0, 0)]), rest))
+        response_slots = slice(len(seen), responses.lengths_B[0])
+        response = responses.tokens_BxL[0, response_slots].tolist()
+        if not np.isfinite(responses.logprobs_BxL[0, response_slots]).any():
             raise TrainingError(
                 "the model gives no token a finite log-probability; its parameters are not finite"
             )

@@ -121,11 +121,11 @@ class SweepFolder:
         new folder.
         """
 
-        def parse(found: dict[str, Any]) -> dict[str, Any]:
-            checked(found, _SETTINGS)
-            if found["metric"] not in SWEEP_METRICS:
+        def parse(settings: dict[str, Any]) -> dict[str, Any]:
+            checked(settings, _SETTINGS)
+            if settings["metric"] not in SWEEP_METRICS:
                 raise ValueError(f"metric is not one of {', '.join(SWEEP_METRICS)}")
-            return found
+            return settings
 
         return read_json(self.path / "sweep.json", _REMEDY, parse) or {}
 
@@ -139,7 +139,9 @@ class SweepFolder:
         """Returns the recorded trials, by number."""
         files = self.path.glob("trials/*/trial.json")
         trials = [
-            one for file in files if (one := read_json(file, _REMEDY, partial(_trial, file.parent)))
+            recorded
+            for file in files
+            if (recorded := read_json(file, _REMEDY, partial(_trial, file.parent)))
         ]
         return sorted(trials, key=lambda trial: trial.number)
 
@@ -303,11 +305,11 @@ def _plain(key: str, text: str) -> bool | int | float | str | None:
     return text if isinstance(value, Fraction) else value
 
 
-def _trial(folder: AnyPath, found: Any) -> Trial:
-    checked(found, _TRIAL)
-    if found["config"] is not None:
-        checked(found["config"], {str: str}, "config")
-    return Trial(found["number"], folder, found["overrides"], found["config"])
+def _trial(folder: AnyPath, content: Any) -> Trial:
+    checked(content, _TRIAL)
+    if content["config"] is not None:
+        checked(content["config"], {str: str}, "config")
+    return Trial(content["number"], folder, content["overrides"], content["config"])
 
 
 def _without_value(records: Sequence[Mapping[str, object]], metric: str) -> tuple[Status, str]:

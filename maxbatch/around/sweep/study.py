@@ -52,7 +52,9 @@ class SweepStudy:
         )
         taken = {_items(trial.overrides) for trial in recorded}
         # of a grid: without a trial
-        self._left = grid and deque(one for one in grid if _items(one) not in taken)
+        self._left = grid and deque(
+            combination for combination in grid if _items(combination) not in taken
+        )
         self._numbers: set[int] = set()  # of all trials
         # by number
         self._trials: dict[int, optuna.Trial] = {}

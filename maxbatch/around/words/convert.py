@@ -118,8 +118,8 @@ def _skipped(word: str, text: str, setting: Setting) -> dict[str, str] | None:
 
 
 def record_fields(names: Mapping[str, str]) -> str | None:
-    """Returns `record_fields` for their names by our fields, without those of one name; None if it
-    cannot hold one.
+    """Returns `record_fields` for their names by our fields, without equal names; None if it cannot
+    hold a name.
     """
     others = {field: name.strip() for field, name in names.items() if name.strip() != field}
     text = (

@@ -214,10 +214,10 @@ def _solved(facts: _Facts) -> _Known | None:
 
 
 def _follows(product: tuple[str, str, str], known: _Known) -> _Facts:
-    whole, one, other = product
-    if one in known and other in known:
-        yield whole, known[one] * known[other]
-    for part, rest in ((one, other), (other, one)):
+    whole, factor, other = product
+    if factor in known and other in known:
+        yield whole, known[factor] * known[other]
+    for part, rest in ((factor, other), (other, factor)):
         if whole in known and rest in known:
             yield part, known[whole] / known[rest]
 

@@ -137,7 +137,7 @@ class WholeTable(LocalTable):
 
 
 class MappedTable(LocalTable):
-    """A mapped file in numpy's format, of which the parts that are read are checked.
+    """A mapped file in numpy's format; every part that is read is checked.
 
     Args:
       blocks: the hashes with which it is compared; None for a store without hashes.

@@ -52,9 +52,7 @@ class HashTable:
         return self._added(hashes[firsts], numbers[firsts])[places]
 
     def _added(self, hashes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Adds hashes, of which no two are equal; a slot that is taken sends a hash to the next
-        one.
-        """
+        """Adds distinct hashes; a slot that is taken sends a hash to the next one."""
         slots, firsts = self._slots, numbers.copy()
         # The slots are a power of two, so `& last` is the remainder.
         pending, last = np.arange(len(hashes)), np.uint64(len(slots) - 1)

@@ -1,5 +1,5 @@
-"""Tokens that are read by range: from objects of a store, of which a host reads the rows that it
-trains on and little more, or from the shards of a store on a disk.
+"""Tokens that are read by range: from the shards of a store on a disk, or from objects, where a host
+reads the rows that it trains on and little more.
 """
 
 from __future__ import annotations

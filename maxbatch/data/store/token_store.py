@@ -278,7 +278,7 @@ class TokenStore:
             raise damaged_file(self.folder / ONE_SHARD, "it differs from the hash of its content")
 
     def digests(self) -> Iterator[bytes]:
-        """Yields the digests of all documents, in order, those of some documents at a time."""
+        """Yields the digests of all documents, in order, in batches."""
         manifest = self.manifest
         bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
         layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])

@@ -308,10 +308,10 @@ def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> 
     if recall(known):
         return
     variables = os.environ | {VARIABLE: text, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "maxbatch.run.compile.flags", version]
+    argv = [sys.executable, "-m", "maxbatch.run.compile.flags", version]
     try:
         done = subprocess.run(
-            command,
+            argv,
             env=variables,
             capture_output=True,
             text=True,

@@ -62,7 +62,7 @@ class Spikes(NamedTuple):
         return self._replace(steps=(*self.steps, step)[-_MOST_SPIKES:])
 
     def checkpoints(self, steps: Sequence[int]) -> set[int]:
-        """Returns those of a run's checkpoints that are the newest before one of the spikes."""
+        """Returns, of a run's checkpoints, the newest before each spike."""
         before = (
             max((step for step in steps if step < spike), default=None) for spike in self.steps
         )
@@ -342,7 +342,7 @@ def _saved(path: AnyPath) -> Any:
 
 
 def is_step(name: str) -> bool:
-    """Returns whether a name is a step's, as that of a checkpoint's folder."""
+    """Returns whether a name is a step's, as a checkpoint's folder is named."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 

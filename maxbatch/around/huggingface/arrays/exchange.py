@@ -42,7 +42,7 @@ def read_shared(
     # Values that are multiplied are rounded to the parameter's type once, afterwards, as on a
     # single host.
     dtype = np.dtype(np.float32) if place.layout.is_scaled else abstract.dtype
-    found = jax.jit(
+    filled = jax.jit(
         lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding
     )()
     with ThreadPoolExecutor() as threads:
@@ -50,8 +50,8 @@ def read_shared(
             tensor_RxC = _by_rows(stored[name], place, exchange[0], dtype, threads)
             # Of two programs in flight on CPU devices, each can hold threads that the other's
             # collectives wait for.
-            found = add(found.block_until_ready(), tensor_RxC, np.int32(number))
-    whole: jax.Array = found.block_until_ready()
+            filled = add(filled.block_until_ready(), tensor_RxC, np.int32(number))
+    whole: jax.Array = filled.block_until_ready()
     return whole
 
 
@@ -110,11 +110,11 @@ def adder_of(
 ) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
     """Returns a compiled function that puts one of the parameter's tensors into it."""
 
-    def add(found: jax.Array, tensor_RxC: jax.Array, number: np.int32) -> jax.Array:
+    def add(filled: jax.Array, tensor_RxC: jax.Array, number: np.int32) -> jax.Array:
         for step in exchange:
             tensor_RxC = jax.lax.with_sharding_constraint(tensor_RxC, step)
         parameter = place.layout.to_parameter(tensor_RxC[: place.part_shape[0]], place.shape)
         numbers = jnp.arange(len(place.parts)).reshape(*place.stacked, *[1] * len(place.shape))
-        return jnp.where(numbers == number, parameter.astype(found.dtype), found)
+        return jnp.where(numbers == number, parameter.astype(filled.dtype), filled)
 
     return jax.jit(add, donate_argnums=0, out_shardings=sharding)

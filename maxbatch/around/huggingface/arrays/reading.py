@@ -135,8 +135,8 @@ class HuggingFaceFolder:
 
     def _of_sums(self, sums: Sequence[str]) -> str:
         names = [file.name for file in self._files]
-        stated = json.dumps([end_tokens(self._path), list(zip(names, sums, strict=True))])
-        return f"{_OF_SUMS}{hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()}"
+        content = json.dumps([end_tokens(self._path), list(zip(names, sums, strict=True))])
+        return f"{_OF_SUMS}{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}"
 
     def _of_blocks(self, alone: bool = False) -> str:
         """Returns the identity by the content itself.
@@ -147,21 +147,21 @@ class HuggingFaceFolder:
         Args:
           alone: whether this host hashes all of them, because the others need not call it.
         """
-        files, parts = self._files, list[Block]()
-        stated = json.dumps(end_tokens(self._path)).encode()
+        files, blocks = self._files, list[Block]()
+        content = json.dumps(end_tokens(self._path)).encode()
         seen = [content_stamp(file) for file in files]
         for file, (size, _) in zip(files, seen, strict=True):
-            parts += blocks_of(file, size)
-        is_shared = not alone and len({json.dumps(one) for one in gather(seen)}) == 1
+            blocks += blocks_of(file, size)
+        is_shared = not alone and len({json.dumps(block) for block in gather(seen)}) == 1
         host, num_hosts = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
-        mine = parts[len(parts) * host // num_hosts : len(parts) * (host + 1) // num_hosts]
+        mine = blocks[len(blocks) * host // num_hosts : len(blocks) * (host + 1) // num_hosts]
         total = sum(
-            _number(f"{one.file.name} {one.begin} {one.end}".encode(), hashed)
-            for one, hashed in zip(mine, digests(mine), strict=True)
+            _number(f"{block.file.name} {block.begin} {block.end}".encode(), hashed)
+            for block, hashed in zip(mine, digests(mine), strict=True)
         )
         if is_shared:
             total = sum(int(text, 16) for text in gather(f"{total:x}"))
-        return f"{(total + _number(stated, b'')) % (1 << 128):032x}"
+        return f"{(total + _number(content, b'')) % (1 << 128):032x}"
 
     @property
     def stored_dtype(self) -> str:
@@ -201,28 +201,26 @@ class HuggingFaceFolder:
 
         def read(part: State) -> State:
             leaves = jax.tree.leaves_with_path(part)
-            found: dict[int, jax.Array] = {}
+            arrays: dict[int, jax.Array] = {}
             for number in sorted(
                 range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)
             ):
                 keys, abstract = leaves[number]
                 path = parameter_path(keys)
-                found[number] = (
+                arrays[number] = (
                     _read(stored, places[path], abstract) if path in places else zeros_of(abstract)
                 )
             self._check_unchanged()
             whole: State = jax.tree.unflatten(
-                jax.tree.structure(part), [found[i] for i in range(len(leaves))]
+                jax.tree.structure(part), [arrays[i] for i in range(len(leaves))]
             )
             return whole
 
         return read
 
 
-def _number(stated: bytes, hashed: bytes) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(stated + b"\0" + hashed, digest_size=16).digest(), "little"
-    )
+def _number(name: bytes, hashed: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(name + b"\0" + hashed, digest_size=16).digest(), "little")
 
 
 def _without_bias(config: ModelConfig, abstract_params: State) -> State:
@@ -244,7 +242,7 @@ def _without_predicting(
     predict more tokens.
     """
     layers = {name: _PREDICTING.match(name) for name in stored}
-    extra = {found[1] for found in layers.values() if found and int(found[2]) >= num_layers}
+    extra = {match[1] for match in layers.values() if match and int(match[2]) >= num_layers}
     return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
 
 
@@ -264,8 +262,8 @@ def _read(
             cut.indices(size)[:2] for cut, size in zip(index or (), abstract.shape, strict=True)
         )
         cuts[device] = tuple(edges)
-    parts = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
-    arrays = [jax.device_put(parts[cut], device) for device, cut in cuts.items()]
+    shards = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
+    arrays = [jax.device_put(shards[cut], device) for device, cut in cuts.items()]
     array = jax.make_array_from_single_device_arrays(
         abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype
     )
@@ -278,10 +276,10 @@ def _parts(
     stored: dict[str, StoredTensor], place: TensorPlace, cuts: set[Cut], dtype: np.dtype
 ) -> dict[Cut, np.ndarray]:
     """Returns parts of a parameter; each of its tensors is read once."""
-    parts = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
+    shards = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
     with ThreadPoolExecutor() as threads:
         for index, name in zip(place.parts, place.names, strict=True):
-            rows = {cut: _row_of(cut, part, index) for cut, part in parts.items()}
+            rows = {cut: _row_of(cut, part, index) for cut, part in shards.items()}
             wanted = {cut: row for cut, row in rows.items() if row is not None}
             if not wanted:
                 continue
@@ -291,7 +289,7 @@ def _parts(
                 for cut, row in wanted.items()
             )
             list(threads.map(copy_by_lines, [tensor[cut] for cut in inside], wanted.values()))
-    return parts
+    return shards
 
 
 def _row_of(cut: Cut, part: np.ndarray, index: tuple[int, ...]) -> np.ndarray | None:

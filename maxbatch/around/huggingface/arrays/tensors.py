@@ -94,7 +94,7 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
     """Returns the layouts of all parameters that the tensors of a model's family may hold."""
     family = FAMILIES[model.decoder_block]
     names = {row: name for row in possible_parameters(model) if (name := _tensor(family, row))}
-    found: dict[ParameterPath, TensorLayout] = {}
+    layouts: dict[ParameterPath, TensorLayout] = {}
     for row, name in names.items():
         inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
         is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
@@ -116,10 +116,10 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
         alternates = holds_experts and bool(joined) and family.experts_alternate
         module = name.rpartition(".")[0]
         heads = next(
-            (axis for one, axis in family.by_head.items() if module.endswith(f".{one}")), None
+            (axis for ending, axis in family.by_head.items() if module.endswith(f".{ending}")), None
         )
         num_heads = axis_sizes(model)[heads] if heads and joined else 1
-        found[row.path] = TensorLayout(
+        layouts[row.path] = TensorLayout(
             name,
             axes,
             joined,
@@ -131,7 +131,7 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
             weight_factor(model, row.path),
             weight_offset(model, row.path),
         )
-    return found
+    return layouts
 
 
 def _tensor(family: Family, row: Parameter) -> str | None:
@@ -202,13 +202,13 @@ class TensorPlace(NamedTuple):
             self.layout.heads,
             len(self.layout.joined),
         )
-        found: np.ndarray = np.arange(size) * turns + self.first
+        rows: np.ndarray = np.arange(size) * turns + self.first
         if not self.layout.alternates:
             of_heads: np.ndarray = (
                 np.arange(heads)[:, None] * self.head_size + np.arange(size // heads)[None]
             )
-            found = self.first + of_heads.reshape(-1)
-        return found
+            rows = self.first + of_heads.reshape(-1)
+        return rows
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor, or of several heads a copy, as the parameter of one layer and
@@ -273,10 +273,10 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
 
 def tensor_shapes(places: dict[ParameterPath, TensorPlace]) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of each tensor that parameters are made of."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for place in places.values():
         shape, axis = list(place.part_shape), place.layout.joined_axis
         if place.layout.joined:
             shape[axis] = sum(places[path].part_shape[axis] for path in place.layout.joined)
-        found |= dict.fromkeys(place.names, tuple(shape))
-    return found
+        shapes |= dict.fromkeys(place.names, tuple(shape))
+    return shapes

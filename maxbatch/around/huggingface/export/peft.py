@@ -112,18 +112,20 @@ def _modules(
     adapters: Adapters, base: State, places: dict[ParameterPath, TensorPlace]
 ) -> list[Module]:
     targets = {target.path: target for target in adapters.targets(base)}
-    found, has_experts = {}, any("experts" in path for path in places)
+    modules, has_experts = {}, any("experts" in path for path in places)
     for path in targets:
         layout = places[path].layout
         group = layout.joined or (path,)
-        parts = tuple(AdaptedPart(targets[path], places[path]) for path in group if path in targets)
+        adapted = tuple(
+            AdaptedPart(targets[path], places[path]) for path in group if path in targets
+        )
         num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
         num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
         layers = places[path].layers
         is_by_parameter = has_experts and path[-2] in ("mlp", "shared_experts")
         name = layout.name.removesuffix(".weight")
-        found[layers, layout.name] = Module(name, layers, parts, num_outputs, is_by_parameter)
-    return list(found.values())
+        modules[layers, layout.name] = Module(name, layers, adapted, num_outputs, is_by_parameter)
+    return list(modules.values())
 
 
 def _tensors(

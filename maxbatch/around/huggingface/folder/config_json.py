@@ -33,10 +33,10 @@ def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> J
     """
     file = folder_of(path) / name
     with reading(file):
-        found = read_json(file, shown_path(file))
-    if not isinstance(found, dict):
+        content = read_json(file, shown_path(file))
+    if not isinstance(content, dict):
         raise ConfigError(f"{shown_path(file)}: must be a JSON object")
-    return found
+    return content
 
 
 def has_generation_file(path: str | os.PathLike[str]) -> bool:
@@ -53,12 +53,12 @@ def stated_end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """
     has_own = has_generation_file(path)
     name = GENERATION_FILE if has_own else CONFIG_FILE
-    stated = read_config_json(path, name).get("eos_token_id")
-    tokens = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    value = read_config_json(path, name).get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         where = f"{shown_path(folder_of(path))}/{name}"
         raise ConfigError(
-            f"{where}: eos_token_id={shown(repr(stated))}: must be the id of a token, or a list "
+            f"{where}: eos_token_id={shown(repr(value))}: must be the id of a token, or a list "
             "of ids"
         )
     return tuple(tokens)
@@ -71,8 +71,8 @@ def stated_length(path: str | os.PathLike[str]) -> int:
       ConfigError: the file cannot be read.
     """
     fields = read_config_json(path)
-    stated = fields.get("max_position_embeddings", fields.get("n_positions"))
-    return stated if type(stated) is int else 0
+    length = fields.get("max_position_embeddings", fields.get("n_positions"))
+    return length if type(length) is int else 0
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -149,8 +149,8 @@ def _write_kv_heads(heads: int, config: DecoderConfig) -> int:
 def _read_mlp_dim(width: int | None, model: StatedModel) -> int:
     if width is None and not model.family.has_rope:
         return 4 * model.width  # GPT-2's default
-    stated: int = model["intermediate_size"]
-    return stated
+    inner_width: int = model["intermediate_size"]
+    return inner_width
 
 
 def _write_mlp_dim(width: int, config: DecoderConfig) -> int:

@@ -82,7 +82,7 @@ _NUMBERS = ("moe_layers", "no_rope_layers")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
-def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None:
+def check_fields(fields: Json, own_names: Mapping[str, str], where: str) -> None:
     """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field
     that is missing.
 
@@ -97,11 +97,11 @@ def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None
         return ConfigError(f"{where}: {name}={shown(repr(value))}: must be {rule}")
 
     for field, most in _WHOLE.items():
-        value = stated.get(field)
+        value = fields.get(field)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
             raise refuse(field, value, f"a whole number from 0 to {most}")
     for field in (*_REAL, *_TEXT, *_OBJECTS, *_NUMBERS, "layer_types"):
-        value = stated.get(field)
+        value = fields.get(field)
         if value is None:
             continue
         if field in _REAL and not _is_real(value):

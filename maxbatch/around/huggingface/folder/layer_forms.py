@@ -246,8 +246,8 @@ def read_delta_rule(model: StatedModel) -> dict[str, object]:
     """
     every = model.get("full_attention_interval") or 4
     types = _types_of_delta_rule(model.num_layers, every)
-    if stated := model.get("layer_types"):
-        types = stated
+    if listed := model.get("layer_types"):
+        types = listed
         every = types.index(_ATTENTION) + 1 if _ATTENTION in types else model.num_layers + 1
     if types != _types_of_delta_rule(model.num_layers, every):
         raise model.refused(

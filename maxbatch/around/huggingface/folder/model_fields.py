@@ -34,7 +34,7 @@ _ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type", "
 _UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
 
 
-def model_keys(stated: Json, where: str) -> dict[str, str]:
+def model_keys(fields: Json, where: str) -> dict[str, str]:
     """Returns the texts of the model keys that a `config.json` states; `where` names it in
     messages.
 
@@ -42,10 +42,10 @@ def model_keys(stated: Json, where: str) -> dict[str, str]:
       ConfigError: a family, or a setting of one, that is not supported; a field is missing or of
         another type.
     """
-    family = family_of(stated, where)
+    family = family_of(fields, where)
     keys: dict[str, object] = {}
     try:
-        model = StatedModel(family, stated, where)
+        model = StatedModel(family, fields, where)
         for form in FORMS:
             keys |= form.keys(model)
     except KeyError as error:

@@ -75,16 +75,16 @@ class StatedModel:
       width, num_heads, num_layers: the dimensions that other fields refer to.
     """
 
-    def __init__(self, family: Family, stated: Json, where: str) -> None:
+    def __init__(self, family: Family, fields: Json, where: str) -> None:
         self.family, self.where = family, where
         common_names = {theirs: common for common, theirs in family.fields.items()}
         renamed = {
-            common_names[name]: value for name, value in stated.items() if name in common_names
+            common_names[name]: value for name, value in fields.items() if name in common_names
         }
         # transformers 5 writes this name for any family
-        if family.has_experts and "num_local_experts" in stated:
-            renamed["num_experts"] = stated["num_local_experts"]
-        self.fields: Json = family.defaults | stated | renamed
+        if family.has_experts and "num_local_experts" in fields:
+            renamed["num_experts"] = fields["num_local_experts"]
+        self.fields: Json = family.defaults | fields | renamed
         check_fields(self.fields, family.fields, where)
         self.width: int = self.fields["hidden_size"]
         self.num_heads: int = self.fields["num_attention_heads"]
@@ -110,32 +110,32 @@ def has_expert_width(family: Family) -> bool:
     return family.has_experts_beside_mlp or "moe_intermediate_size" in family.defaults
 
 
-def family_of(stated: Json, where: str) -> Family:
+def family_of(fields: Json, where: str) -> Family:
     """Returns the family of a `config.json`'s model; `fields_of_family` writes what it reads.
 
     Raises:
       ConfigError: there is no such family, or a field has a value that its models do not have here.
     """
-    name = str(stated.get("model_type"))
+    name = str(fields.get("model_type"))
     if name not in MODEL_TYPES:
         works = ", ".join(MODEL_TYPES)
         raise ConfigError(
             f"{where}: model_type={shown(name)} is not supported; works: one of {works}"
         )
     families = MODEL_TYPES[name]
-    family = next((family for family in families if _has_width(family, stated)), families[0])
+    family = next((family for family in families if _has_width(family, fields)), families[0])
     experts = [
         field
-        for field, value in stated.items()
+        for field, value in fields.items()
         if "expert" in field and value and not family.has_experts
     ]
     if experts:
-        value = shown(str(stated[experts[0]]))
+        value = shown(str(fields[experts[0]]))
         raise ConfigError(
             f"{where}: {shown(experts[0])}={value} is not supported for {name}, which has no "
             "experts"
         )
-    quantization = stated.get("quantization_config")
+    quantization = fields.get("quantization_config")
     method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else ""
     if method in _QUANTIZED:
         raise ConfigError(
@@ -147,15 +147,15 @@ def family_of(stated: Json, where: str) -> Family:
     if family.has_delta_rule:
         del accepted["partial_rotary_factor"]
     for field, values in accepted.items():
-        if field in stated and stated[field] not in values:
+        if field in fields and fields[field] not in values:
             raise ConfigError(
-                f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}"
+                f"{where}: {field}={shown(str(fields[field]))} is not supported for {name}"
             )
     if biases := [
-        field for field in _BIASES if stated.get(field) and field not in family.bias_fields
+        field for field in _BIASES if fields.get(field) and field not in family.bias_fields
     ]:
         raise ConfigError(
-            f"{where}: {biases[0]}={shown(str(stated[biases[0]]))} is not supported for {name}"
+            f"{where}: {biases[0]}={shown(str(fields[biases[0]]))} is not supported for {name}"
         )
     return family
 
@@ -171,6 +171,6 @@ def fields_of_family(config: DecoderConfig, family: Family) -> Json:
     return fixed | family.fixed | names
 
 
-def _has_width(family: Family, stated: Json) -> bool:
+def _has_width(family: Family, fields: Json) -> bool:
     """Returns whether a file states as wide inputs of the layers as the family has."""
-    return bool((family.defaults | stated).get(INPUT_WIDTH, 0) == family.layer_input_width)
+    return bool((family.defaults | fields).get(INPUT_WIDTH, 0) == family.layer_input_width)

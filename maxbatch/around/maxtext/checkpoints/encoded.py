@@ -144,7 +144,7 @@ def _compresses(codecs: list[Mapping[str, Any]]) -> bool | None:
 
 
 class _Ranges:
-    """The bytes of a range of a value as a file, of which the next ranges are on their way."""
+    """A range of a value's bytes as a file that requests its next ranges ahead."""
 
     def __init__(self, store: Any, key: str, begin: int, end: int, ahead_bytes: int) -> None:
         self._store, self._key = store, key

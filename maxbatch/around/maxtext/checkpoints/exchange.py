@@ -91,11 +91,13 @@ def read_parameter(
         sorted({part for device, part in part_of.items() if device.process_index == host})
         for host in hosts
     ]
-    parts = _Parts(abstract, part_of)
+    own_parts = _Parts(abstract, part_of)
     fault = ""
     for name in dict.fromkeys(place.arrays):
         runs = [[runs_of(place, name, abstract.shape, part) for part in of] for of in parts_of]
-        targets = [[as_stored(place, one) for one in parts.memory[part]] for part in parts_of[here]]
+        targets = [
+            [as_stored(place, array) for array in own_parts.memory[part]] for part in parts_of[here]
+        ]
         reading = _Reading(
             stored[name], lacks_layers(place, name), runs, targets, scale, here, most_bytes
         )
@@ -105,7 +107,7 @@ def read_parameter(
     faults = [fault] if len(hosts) == 1 else gather(fault)
     if any(faults):
         raise ConfigError(next(filter(None, faults)))
-    return parts.finished()
+    return own_parts.finished()
 
 
 class _Parts:

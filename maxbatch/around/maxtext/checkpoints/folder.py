@@ -91,7 +91,7 @@ def _read_metadata(items: AnyPath, step: int | None, where: str) -> ItemsFolder:
             for name, entry in entries
             if entry["value_metadata"]["value_type"] != "None"
         ]
-        names = frozenset(".".join(map(str, parts)) for parts in paths)
+        names = frozenset(".".join(map(str, path)) for path in paths)
         uses_ocdbt, uses_zarr3 = metadata.get("use_ocdbt", True), metadata.get("use_zarr3", False)
         if not names or not isinstance(uses_ocdbt, bool) or not isinstance(uses_zarr3, bool):
             raise ValueError("no arrays")

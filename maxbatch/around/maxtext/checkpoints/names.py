@@ -285,10 +285,10 @@ def _place(
     step = 1 if row.path[0] == DENSE_LAYERS else cycle_length(model)
     first = first_layer(model, row.path[0]) + sum(map(int, row.layer[1:]))
     layers = range(first, first + step * num_stacked(model, row.path[0]), step)
-    found = [_of_layer(model, family, layer, name, available) for layer in layers]
-    if not found or None in found:
+    places = [_of_layer(model, family, layer, name, available) for layer in layers]
+    if not places or None in places:
         return None
-    arrays, numbers = zip(*filter(None, found), strict=True)
+    arrays, numbers = zip(*filter(None, places), strict=True)
     is_rotated = within in ("attention.query", "attention.key") and model.rope_type == "llama3.1"
     return Place(arrays, numbers, factor, offset, is_rotated, is_flat)
 

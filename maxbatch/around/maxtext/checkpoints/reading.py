@@ -177,7 +177,7 @@ class MaxTextCheckpoint(ForeignState):
 
         params = jax.tree.leaves_with_path(abstract_params)
         opt_state = jax.tree.leaves_with_path(abstract_opt_state)
-        found = _read_all(
+        arrays = _read_all(
             [
                 *((abstract, of_params(parameter_path(keys))) for keys, abstract in params),
                 *((abstract, reader_of(keys)) for keys, abstract in opt_state),
@@ -186,12 +186,12 @@ class MaxTextCheckpoint(ForeignState):
         for number, (keys, abstract) in enumerate(opt_state, len(params)):
             if _counts_updates(keys):
                 count = self._scalar(self._first_of_optimizer("count"))
-                found[number] = jax.device_put(
+                arrays[number] = jax.device_put(
                     jnp.asarray(count, abstract.dtype), abstract.sharding
                 )
         return (
-            jax.tree.unflatten(jax.tree.structure(abstract_params), found[: len(params)]),
-            jax.tree.unflatten(jax.tree.structure(abstract_opt_state), found[len(params) :]),
+            jax.tree.unflatten(jax.tree.structure(abstract_params), arrays[: len(params)]),
+            jax.tree.unflatten(jax.tree.structure(abstract_opt_state), arrays[len(params) :]),
         )
 
     def _require_state(self) -> None:
@@ -213,7 +213,7 @@ class MaxTextCheckpoint(ForeignState):
         """
         for chain in ("opt_state.0.", "opt_state.1.", "opt_state."):
             name = f"{chain}{field}"
-            if any(one == name or one.startswith(f"{name}.") for one in self._folder.names):
+            if any(array == name or array.startswith(f"{name}.") for array in self._folder.names):
                 return name
         raise self._other_optimizer(f"MaxText's has no {field}")
 
@@ -332,14 +332,14 @@ def _read_all(wanted: Sequence[tuple[jax.ShapeDtypeStruct, _Reader | None]]) -> 
     reader.
     """
     most_bytes = round_bytes([abstract for abstract, _ in wanted])
-    found: dict[int, jax.Array] = {}
+    arrays: dict[int, jax.Array] = {}
     for number in sorted(
         range(len(wanted)), key=lambda number: -math.prod(wanted[number][0].shape)
     ):
         abstract, reader = wanted[number]
-        found[number] = (
+        arrays[number] = (
             zeros_of(abstract)
             if reader is None
             else read_parameter(reader.arrays, reader.place, abstract, reader.scale, most_bytes)
         )
-    return [found[number] for number in range(len(wanted))]
+    return [arrays[number] for number in range(len(wanted))]

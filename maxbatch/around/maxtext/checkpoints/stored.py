@@ -189,7 +189,7 @@ def _spec(folder: ItemsFolder, name: str) -> Mapping[str, object]:
 
 
 @contextlib.contextmanager
-def _one_line_for(stated: str, name: str) -> Iterator[None]:
+def _one_line_for(source: str, name: str) -> Iterator[None]:
     """Turns any failure to read an array into one line that names the array."""
     try:
         yield
@@ -199,5 +199,5 @@ def _one_line_for(stated: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:  # damaged files can raise anything
         raise ConfigError(
-            f"{stated}: its array {name} cannot be read ({one_line(error, 200)})"
+            f"{source}: its array {name} cannot be read ({one_line(error, 200)})"
         ) from error
