@@ -80,7 +80,9 @@ def _print(replayed: Replayed) -> None:
     table = PlainTable("sample", "loss", "weight", "grad_norm", "share", "documents")
     for sample, documents in replayed.samples:
         figures = map(_figure, (sample.loss, sample.weight, sample.grad_norm, sample.share))
-        places = first_of([str(document) for document in documents if str(document)], _MOST_DOCUMENTS)
+        places = first_of(
+            [str(document) for document in documents if str(document)], _MOST_DOCUMENTS
+        )
         table.add_row(str(sample.index), *figures, places)
     console.print(table)
     console.print(f'their rows, here and ahead: skip_samples="{replayed.skip_samples}"')

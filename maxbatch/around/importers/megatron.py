@@ -192,13 +192,13 @@ def _length(t: Translation, _: str) -> None:
 
 def _skipped(t: Translation) -> Skipped | None:
     """Returns what all words together skip; None for nothing, or where the batch is not stated."""
-    batches, found = _batches(t), None
+    batches, together = _batches(t), None
     if batches is None:
         return None
     for word in SKIPPING:
         if (text := " ".join(t.items(word))) and (part := skipped(word, text, batches)):
-            found = part if found is None else found.with_others(part)
-    return found
+            together = part if together is None else together.with_others(part)
+    return together
 
 
 def _batches(t: Translation) -> Batches | None:
@@ -207,9 +207,9 @@ def _batches(t: Translation) -> Batches | None:
         return Batches.constant(int(batch)) if batch.isdigit() else None
     if schedule := t.settings.get("batch_size_schedule"):
         length = t.text("seq_length") or "2048"
-        stated = (f"batch_size_schedule={schedule}", f"max_target_length={length}")
+        keys = (f"batch_size_schedule={schedule}", f"max_target_length={length}")
         manager = RampupBatchManager.from_config(
-            load_config(overrides=[*stated, "per_device_batch_size=1"])
+            load_config(overrides=[*keys, "per_device_batch_size=1"])
         )
         return Batches(manager.position_after, manager.step_at)
     return None

@@ -48,11 +48,13 @@ def documents_of(
       indices: of the samples in the stream that holes leave.
       rows: the samples, arrays [n, L].
     """
-    found = [stream.documents(index) for index in indices]
-    places = _places([document for documents in found for document in documents])
+    by_sample = [stream.documents(index) for index in indices]
+    places = _places([document for documents in by_sample for document in documents])
     return [
         list(_of_sample(stream, tokens, segments, documents, places))
-        for tokens, segments, documents in zip(rows["tokens"], rows["segments"], found, strict=True)
+        for tokens, segments, documents in zip(
+            rows["tokens"], rows["segments"], by_sample, strict=True
+        )
     ]
 
 
@@ -62,7 +64,7 @@ def _places(documents: Sequence[RowDocument]) -> Mapping[tuple[AnyPath, int], Re
         (store, record): place
         for store in stores
         for record, place in places_of(
-            store, [one.record for one in documents if one.store == store]
+            store, [document.record for document in documents if document.store == store]
         ).items()
     }
 
@@ -80,10 +82,12 @@ def _of_sample(
         if not documents:
             yield SampleDocument(None, None, None, None, 0, len(ids), text)
             continue
-        one = documents[segment - 1]
-        place = places.get((one.store, one.record))
+        document = documents[segment - 1]
+        place = places.get((document.store, document.record))
         if place is None:
-            store, number = str(one.store), one.document
-            yield SampleDocument(None, None, store, number, one.offset, len(ids), text)
+            store, number = str(document.store), document.document
+            yield SampleDocument(None, None, store, number, document.offset, len(ids), text)
         else:
-            yield SampleDocument(place.file, place.record, None, None, one.offset, len(ids), text)
+            yield SampleDocument(
+                place.file, place.record, None, None, document.offset, len(ids), text
+            )

@@ -45,8 +45,8 @@ class Replayed(NamedTuple):
     @property
     def stores(self) -> list[str]:
         """The stores that do not state the files of their documents."""
-        documents = [document for one in self.samples for document in one.documents]
-        return sorted({one.store for one in documents if one.store is not None})
+        documents = [document for shown in self.samples for document in shown.documents]
+        return sorted({document.store for document in documents if document.store is not None})
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of `maxbatch replay --json`."""
@@ -74,16 +74,16 @@ def replay(
     Raises:
       ConfigError: the run, its data or the checkpoint cannot be used.
     """
-    differences, found, begin = list[str](), list[Sample](), None
+    differences, largest, begin = list[str](), list[Sample](), None
     shown, skip_samples = list[ShownSample](), ""
     is_exact = computes_exactly(run.config)
     for update in updates(run, checkpoint, step, devices or jax.devices()):
         if isinstance(update, Before):
             begin = update.planned.first_sample if begin is None else begin
             if update.planned.step == step:
-                found = _largest(list(samples(update)), top)
-                shown = _with_documents(update, found)
-                skip_samples = _again(run, update, found, begin)
+                largest = _largest(list(samples(update)), top)
+                shown = _with_documents(update, largest)
+                skip_samples = _again(run, update, largest, begin)
             continue
         compared = Compared.of(update.line, run.line(update.line[Metric.STEP]))
         if difference := compared.difference(is_exact):
@@ -92,25 +92,25 @@ def replay(
     return Replayed(compared, shown, skip_samples, differences, start)
 
 
-def _largest(found: list[Sample], top: int | None) -> list[Sample]:
-    return found if top is None else sorted(found, key=_share, reverse=True)[:top]
+def _largest(measured: list[Sample], top: int | None) -> list[Sample]:
+    return measured if top is None else sorted(measured, key=_share, reverse=True)[:top]
 
 
 def _share(sample: Sample) -> float:
     return float("-inf") if sample.share is None else sample.share
 
 
-def _with_documents(update: Before, found: list[Sample]) -> list[ShownSample]:
+def _with_documents(update: Before, measured: list[Sample]) -> list[ShownSample]:
     stream = update.task.opened.stream
     assert stream is not None, "this process loads data"
-    indices = [stream.holes.kept_before(sample.index) for sample in found]
+    indices = [stream.holes.kept_before(sample.index) for sample in measured]
     places = [index - update.planned.first_sample for index in indices]
     rows = {name: array[places] for name, array in rows_of(update.batch).items()}
     documents = documents_of(stream, indices, rows)
-    return [ShownSample(*pair) for pair in zip(found, documents, strict=True)]
+    return [ShownSample(*pair) for pair in zip(measured, documents, strict=True)]
 
 
-def _again(run: RecordedRun, update: Before, found: list[Sample], begin: int) -> str:
+def _again(run: RecordedRun, update: Before, measured: list[Sample], begin: int) -> str:
     """Returns `skip_samples` of the run's last session with the own numbers from sample `begin` to
     the end of the run that have the rows of some samples; without the former if a file states it.
     """
@@ -118,7 +118,7 @@ def _again(run: RecordedRun, update: Before, found: list[Sample], begin: int) ->
     assert opened.stream is not None, "this process loads data"
     skipped = holes_of(run.config.stream, is_kept=False)
     total = end_of(run, opened.data.samples_per_epoch)
-    numbers = [sample.index for sample in found]
+    numbers = [sample.index for sample in measured]
     again, begin = list(numbers), opened.data.holes.own_number(begin)
     # A run of so many samples ends later in the stream when more of them are left out.
     while begin < (end := skipped.merged_with(_holes(again)).position_after(total)):

@@ -107,13 +107,13 @@ def _skipped(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     )
     if batch is None or batch.denominator != 1 or varies or setting.is_of_prompts:
         return None
-    found = skipped(word, text, Batches.constant(int(batch)))
-    if found is None:
+    left_out = skipped(word, text, Batches.constant(int(batch)))
+    if left_out is None:
         return None
-    lengths = {"steps": found.iterations, "train_samples": found.samples}
-    stated = {name: length for name in lengths if (length := setting.number(name)) is not None}
-    return {"skip_samples": found.samples.text} | {
-        name: str(lengths[name].kept_before(int(length))) for name, length in stated.items()
+    lengths = {"steps": left_out.iterations, "train_samples": left_out.samples}
+    settled = {name: length for name in lengths if (length := setting.number(name)) is not None}
+    return {"skip_samples": left_out.samples.text} | {
+        name: str(lengths[name].kept_before(int(length))) for name, length in settled.items()
     }
 
 

@@ -101,7 +101,7 @@ class Prompts:
         what, end = f"{count} prompts from {first}: there are prompts", first + count
         check_indices(what, first, end, None if self.is_endless else self.num_prompts)
         own_numbers = self.own_numbers(first, end)
-        records = [json.loads(self.records[self.order.place(own).row]) for own in own_numbers]
+        records = [json.loads(self.records[self.order.place(number).row]) for number in own_numbers]
         texts = [self.text.of(record, "the record") for record in records]
         tokens = self.text.tokens(texts)
         return [Prompt(own_numbers[i], texts[i].text, tokens[i], records[i]) for i in range(count)]
