@@ -3,11 +3,13 @@ imports.
 
 A fork is a process like any other, with its own environment, folder, streams and exit code. It
 shares with the other forks of its parent the hash seed and what JAX read of the environment when it
-was imported.
+was imported. The children of a command (trials, branches, simulated hosts) are its forks.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
 import runpy
@@ -18,10 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 _LARGEST_REQUEST, _BYTES = 1 << 17, 4
+_CHILD = [sys.executable, "-m", "maxbatch.system.processes.child_process"]
 _TOP = Path(__file__).parents[2]
 
 
@@ -118,6 +126,59 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
     os.chdir(folder)
     sys.argv = ["maxbatch", *arguments]
     sys.path[0] = folder  # as `python -m` has it
+    subprocess.Popen = _Child  # type: ignore[misc]
+
+
+class _Child(subprocess.Popen[Any]):
+    """A child process of a command; a fork where the command starts a `maxbatch` command."""
+
+    def __init__(self, args: Any, **options: Any) -> None:
+        from jax._src import xla_bridge  # a test's process sets what JAX reads when it is imported
+
+        if args[: len(_CHILD)] == _CHILD and not xla_bridge.backends_are_initialized():
+            arguments, kept = args[len(_CHILD) :], options.get("pass_fds", ())
+            options["preexec_fn"] = partial(_run_child, arguments, options["env"], kept)
+        super().__init__(args, **options)
+
+
+def _run_child(
+    arguments: list[str], environment: dict[str, str], keep_open: Sequence[int]
+) -> NoReturn:
+    """Runs in a fork what would be a new program, and so begins with nothing of its parent's but
+    the libraries: it handles no signal, has no other open file, and loads maxbatch anew.
+    """
+    code: int = 1
+    try:
+        _leave_the_parents_behind(keep_open)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [_CHILD[-1], *arguments]
+        runpy.run_module(_CHILD[-1], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  waits for threads, as Python does at its end
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _leave_the_parents_behind(keep_open: Sequence[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+    for below, above in itertools.pairwise([2, *sorted(keep_open), 1024]):
+        os.closerange(below + 1, above)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # the files of its parent stay
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for name in [name for name in sys.modules if name.partition(".")[0] == "maxbatch"]:
+        del sys.modules[name]
 
 
 if __name__ == "__main__":
