@@ -726,16 +726,17 @@ def _stack_of(
     stack's name.
 
     A loop makes one layer after the other, each from its own key: the TPU compiler takes ten times
-    as long for all layers at once.
+    as long for all layers at once. Tracing the loop makes the layer that has their form.
     """
-    layerdef, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    traced: list[LayerDef] = []
 
     def first_values(key: jax.Array) -> State:
-        return drawn(nnx.state(make(rngs=Later(params=key))))
+        layerdef, parameters = nnx.split(make(rngs=Later(params=key)))
+        traced.append(layerdef)
+        return drawn(parameters)
 
-    layers: StackedModule = nnx.merge(
-        layerdef, jax.lax.map(first_values, jax.random.split(rngs.params(), size))
-    )
+    values = jax.lax.map(first_values, jax.random.split(rngs.params(), size))
+    layers: StackedModule = nnx.merge(traced[-1], values)
     _name_axis(layers, stack)
     return layers
 

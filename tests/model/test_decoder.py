@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
-from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder import Decoder, DecoderLayer
 from maxbatch.model.flops import model_flops_per_token
 from tests.helpers.tiny import LENGTH, TINY_MODEL, loss_sums, some_rows, tiny_config
 
@@ -64,6 +64,18 @@ def assert_same_gradients(
     np.testing.assert_allclose(got[0], expected[0], rtol=rtol)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=rtol * float(jnp.max(jnp.abs(b))))
+
+
+def test_a_stack_is_made_by_tracing_one_of_its_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, init = [], DecoderLayer.__init__
+
+    def counted(self: DecoderLayer, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(DecoderLayer, "__init__", counted)
+    nnx.eval_shape(lambda: decoder_of("base_num_decoder_layers=5"))
+    assert len(made) == 1
 
 
 def test_no_position_depends_on_a_later_token() -> None:
