@@ -70,20 +70,13 @@ _REPLACED: dict[str, object] = {
     "compiled_dir": "",
     "libtpu_flags": "none",
 }
-# The most experts, their width and groups, and the largest widths of latents.
+# The most experts, their width and groups.
 _MOST_OF_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "base_moe_mlp_dim": 32,
     "n_routing_groups": 4,
     "topk_routing_group": 2,
-}
-_MOST_OF_LATENTS = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": _HEAD,
-    "qk_rope_head_dim": _HEAD,
-    "v_head_dim": _HEAD,
 }
 
 
@@ -144,9 +137,9 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
     last = layers if config.num_kv_shared_layers else 0
-    most = _MOST_OF_EXPERTS | (
-        _MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {}
-    )
+    of_attention: dict[str, object] = {}
+    for form in FAMILIES[config.decoder_block].attention_forms:
+        of_attention |= form.small_keys(config, _HEADS, _HEAD)
     return {
         "base_num_decoder_layers": max(2, layers + last) + dense,
         "first_num_dense_layers": dense,
@@ -160,22 +153,8 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "chunk_attn_window_size": min(config.chunk_attn_window_size, _LENGTH // 2),
         "trainable_position_size": min(config.trainable_position_size, _LENGTH),
         **factors,
-        **(_delta_rule_keys(config) if FAMILIES[config.decoder_block].has_delta_rule else {}),
-        **{name: min(int(config[name]), largest) for name, largest in most.items()},
-    }
-
-
-def _delta_rule_keys(config: Config) -> dict[str, object]:
-    """Returns small sizes of a gated delta rule, and of the share of a head that turns beside
-    it.
-    """
-    shared = min(2, config.gdn_num_value_heads // config.gdn_num_key_heads)
-    return {
-        "gdn_num_key_heads": _HEADS,
-        "gdn_num_value_heads": shared * _HEADS,
-        "gdn_key_head_dim": _HEAD,
-        "partial_rotary_factor": max(2, 2 * round(_HEAD * config.partial_rotary_factor / 2))
-        / _HEAD,
+        **of_attention,
+        **{name: min(int(config[name]), most) for name, most in _MOST_OF_EXPERTS.items()},
     }
 
 

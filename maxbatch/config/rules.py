@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from maxbatch.config.sections import (
 from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES, GLOBAL, LOCAL
-from maxbatch.families.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
+from maxbatch.families.matrices import KEPT_OF_EXPERTS, OF_PEFT
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.
@@ -287,7 +286,7 @@ def check_rules(config: AllKeys) -> None:
     if not config.run_dir:
         raise config.fault("run_dir", "the path of a folder", "runs/default")
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
-    if heads % kv_heads and not family.has_latents:
+    if heads % kv_heads and family.attention.groups_heads:
         multiple = max(1, round(heads / kv_heads)) * kv_heads
         raise config.fault(
             "base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple
@@ -301,7 +300,7 @@ def check_rules(config: AllKeys) -> None:
     _check_cycle(config)
     _check_experts(config)
     if config.quantization == "int8":
-        _check_int8_sums(config, family.has_latents)
+        _check_int8_sums(config)
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.learning_rate_schedule == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -359,8 +358,8 @@ def _check_query_scale(config: AllKeys) -> None:
     family = FAMILIES[config.decoder_block]
     reasons = {
         "use_qk_norm=true, whose norm would remove the scale": config.use_qk_norm,
-        f"decoder_block={config.decoder_block}, whose queries are made of latents": family.has_latents,
-        f"decoder_block={config.decoder_block}, whose heads differ in width": family.has_global_heads,
+        f"decoder_block={config.decoder_block}, whose queries are made of latents": not family.attention.scales_queries,
+        f"decoder_block={config.decoder_block}, whose heads differ in width": family.attention.has_global_heads,
         "lora_rank, whose adapters would not be scaled": config.lora_rank,
     }
     for reason, holds in reasons.items():
@@ -457,7 +456,8 @@ def _check_layers(config: AllKeys) -> None:
         raise config.fault(
             "attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL
         )
-    if FAMILIES[config.decoder_block].has_delta_rule and config.attention_type != GLOBAL:
+    forms = FAMILIES[config.decoder_block].attention_forms
+    if config.attention_type != GLOBAL and not all(form.has_windows for form in forms):
         rule = (
             f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
         )
@@ -537,33 +537,11 @@ _OF_EXPERTS = (
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
-# Keys of the forms of some families only, and keys of forms that DeepSeek's lacks.
+# Keys of the forms of some families only.
 _OF_SOME = tuple(dict.fromkeys(key for family in FAMILIES.values() for key in family.own_keys))
-_NOT_OF_LATENTS = (
-    "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
-    "query_pre_attn_scalar", "trainable_position_size",
-)  # fmt: skip
 
 
-def _check_delta_rule(config: AllKeys) -> None:
-    """Raises ConfigError for numbers of a gated delta rule, or of the attention beside it, that
-    exclude each other.
-    """
-    heads, keys = config.gdn_num_value_heads, config.gdn_num_key_heads
-    if heads % keys:
-        raise config.fault(
-            "gdn_num_value_heads",
-            f"a multiple of gdn_num_key_heads={keys}",
-            max(1, round(heads / keys)) * keys,
-        )
-    turned = int(config.head_dim * config.partial_rotary_factor)
-    if turned % 2 or not turned:
-        even = max(2, 2 * round(turned / 2)) / config.head_dim
-        rule = f"such that head_dim={config.head_dim} times it is even, since rotary embeddings turn pairs"
-        raise config.fault("partial_rotary_factor", rule, f"{even:g}")
-
-
-def _check_int8_sums(config: AllKeys, has_latents: bool) -> None:
+def _check_int8_sums(config: AllKeys) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
     for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
@@ -571,22 +549,12 @@ def _check_int8_sums(config: AllKeys, has_latents: bool) -> None:
         times = 2 if name == "base_mlp_dim" and config.use_double_wide_mlp else times
         if config[name] * times > _MOST_INT8_TERMS:
             raise config.fault(name, rule, _MOST_INT8_TERMS // times)
-    width = global_head_dim(config)
-    together = math.lcm(config.base_num_kv_heads, config.global_num_kv_heads or 1)
-    if has_latents:
-        width, together = (
-            config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim),
-            1,
-        )
-    if config.base_num_query_heads * width > _MOST_INT8_TERMS:
-        raise config.fault(
-            "base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together
-        )
-    width, together = config.gdn_key_head_dim, config.gdn_num_key_heads
-    if config.gdn_num_value_heads * width > _MOST_INT8_TERMS:
-        raise config.fault(
-            "gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together
-        )
+    family = FAMILIES[config.decoder_block]
+    for form in family.attention_forms:
+        name, width, multiple = form.summed_heads(config)
+        if config[name] * width > _MOST_INT8_TERMS:
+            most = _MOST_INT8_TERMS // (width * multiple) * multiple
+            raise config.fault(name, rule, most)
 
 
 def _check_family(config: AllKeys) -> None:
@@ -614,7 +582,7 @@ def _check_family(config: AllKeys) -> None:
         raise _refusal(
             config, f"{works[name]} beside {block}, whose layers have no experts {why}", works
         )
-    if works := defaults_of_stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
+    if works := defaults_of_stated((*lacks, *family.attention.lacks)):
         name = next(iter(works))
         having = ", ".join(
             other.decoder_block for other in FAMILIES.values() if name in other.own_keys
@@ -634,7 +602,7 @@ def _check_experts(config: AllKeys) -> None:
     """
     family, num_experts = FAMILIES[config.decoder_block], config.num_experts
     block = f"decoder_block={family.decoder_block}"
-    if family.has_global_heads:
+    if family.attention.has_global_heads:
         _check_global_heads(config, block)
     if not _has_experts(config):
         return
@@ -686,10 +654,12 @@ def _check_experts(config: AllKeys) -> None:
         )
     if not config.mlp_activations.endswith(",linear"):
         raise config.fault("mlp_activations", f"gated beside {block}", "silu,linear")
-    if family.has_latents:
-        _check_latents(config)
-    if family.has_delta_rule:
-        _check_delta_rule(config)
+    for form in family.attention_forms:
+        form.check(config)
+    if "first_num_dense_layers" in family.own_keys:
+        _check_first_layers(config)
+    if "n_routing_groups" in family.own_keys:
+        _check_groups(config)
 
 
 def _check_global_heads(config: AllKeys, block: str) -> None:
@@ -713,24 +683,19 @@ def _check_global_heads(config: AllKeys, block: str) -> None:
         )
 
 
-def _check_latents(config: AllKeys) -> None:
-    """Raises ConfigError for numbers of DeepSeek's form that exclude each other."""
-    experts, choices, layers = (
-        config.num_experts,
-        config.num_experts_per_tok,
-        config.base_num_decoder_layers,
-    )
-    groups, best = config.n_routing_groups, config.topk_routing_group
-    if config.qk_rope_head_dim % 2:
-        raise config.fault(
-            "qk_rope_head_dim",
-            "even, since rotary embeddings turn pairs",
-            config.qk_rope_head_dim + 1,
-        )
+def _check_first_layers(config: AllKeys) -> None:
+    """Raises ConfigError for first layers without experts that leave no other layer."""
+    layers = config.base_num_decoder_layers
     if config.first_num_dense_layers >= layers:
         raise config.fault(
             "first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1
         )
+
+
+def _check_groups(config: AllKeys) -> None:
+    """Raises ConfigError for groups of experts that do not suit their number."""
+    experts, choices = config.num_experts, config.num_experts_per_tok
+    groups, best = config.n_routing_groups, config.topk_routing_group
     if groups == -1:
         if best != -1:
             raise config.fault(

@@ -10,31 +10,34 @@ from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.family import FAMILIES, LOCAL, Family, is_local_layer
+from maxbatch.families.forms.attention import AttentionForm
 
 
 class LayerForm(NamedTuple):
     """The form of a layer, in what the layers of one model may differ."""
 
+    attention: AttentionForm
     has_experts: bool  # in place of an MLP, or beside it
     # Whether it sees a window or a chunk only; None: as `attention_type` states for each layer.
     is_local: bool | None = None
     has_rope: bool = True  # in a model with RoPE
-    has_delta_rule: bool = False  # in place of attention
 
 
 def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     """Returns the forms that layers of a family may have."""
     if not family.has_cycle:
-        return (LayerForm(family.has_experts),)
-    if family.has_delta_rule:
+        return (LayerForm(family.attention, family.has_experts),)
+    if family.attention_before is not None:
         return tuple(
-            LayerForm(has_experts=True, is_local=False, has_delta_rule=has_it)
-            for has_it in (True, False)
+            LayerForm(attention, has_experts=True, is_local=False)
+            for attention in (family.attention_before, family.attention)
         )
-    windows = (True, False) if family.has_global_heads else (False,)
+    windows = (True, False) if family.attention.has_global_heads else (False,)
     may_have = (False, True) if family.has_experts else (False,)
     return tuple(
-        LayerForm(has_experts, is_local) for has_experts in may_have for is_local in windows
+        LayerForm(family.attention, has_experts, is_local)
+        for has_experts in may_have
+        for is_local in windows
     )
 
 
@@ -46,7 +49,7 @@ def cycle_length(model: ModelConfig) -> int:
     """
     if not FAMILIES[model.decoder_block].has_cycle:
         return 1
-    if FAMILIES[model.decoder_block].has_delta_rule:
+    if FAMILIES[model.decoder_block].attention_before is not None:
         return model.inhomogeneous_layer_cycle_interval
     windows, unrotated_step = (
         len(model.attention_type.split(",")),
@@ -62,12 +65,12 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     family = FAMILIES[model.decoder_block]
     if not family.has_cycle:
         return possible_forms(family)
-    if family.has_delta_rule:
-        length = model.inhomogeneous_layer_cycle_interval
-        return tuple(
-            LayerForm(has_experts=True, is_local=False, has_delta_rule=place + 1 < length)
-            for place in range(length)
+    if family.attention_before is not None:
+        before, last = (
+            LayerForm(attention, has_experts=True, is_local=False)
+            for attention in (family.attention_before, family.attention)
         )
+        return (before,) * (model.inhomogeneous_layer_cycle_interval - 1) + (last,)
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
     may_have = family.has_experts and (model.num_experts > 1 or not family.has_experts_beside_mlp)
     unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0
@@ -75,7 +78,8 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     def form(place: int) -> LayerForm:
         has_rope = unrotated_step == 0 or (place + 1) % unrotated_step > 0
         is_local = has_rope if has_chunks else windows[place % len(windows)].strip() == LOCAL
-        return LayerForm(may_have and (place + 1) % experts_step == 0, is_local, has_rope)
+        has_experts = may_have and (place + 1) % experts_step == 0
+        return LayerForm(family.attention, has_experts, is_local, has_rope)
 
     return tuple(map(form, range(cycle_length(model))))
 

@@ -12,13 +12,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from maxbatch.families.forms.attention import GROUPED, AttentionForm, GroupedAttention
+from maxbatch.families.forms.delta_rule import CONVOLUTION_TOKENS, DELTA_RULE
+from maxbatch.families.forms.latents import LATENTS
+
 Json = dict[str, Any]
 
 LOCAL, GLOBAL = "local_sliding", "global"
 # Facts of some families that no config key states, since all published models have these values.
 # Llama 4's `floor_scale` and `attn_scale`, in `maxbatch.model.scores`
 GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1
-CONVOLUTION_TOKENS = 4  # Qwen3-Next's `linear_conv_kernel_dim`, in `maxbatch.model.delta_rule`
 
 
 def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
@@ -52,20 +55,14 @@ class Family:
     norms_before: bool = True  # the input of attention and of the MLP is normalised
     # their outputs are normalised before they join the stream
     norms_after: Literal["none", "both"] = "none"
-    # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a
-    # scale.
-    qk_norm_over: Literal["head", "heads", "rotated"] = "head"
-    # RoPE turns neighbouring columns of a head, not columns of its two halves
-    rotates_neighbours: bool = False
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
-    has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
+    has_mlp_biases: bool = False  # whatever mlp_projection_bias says
     has_experts: bool = False  # its MLPs are experts; a router chooses some for each token
     # its layers have several forms, and repeat a cycle of them (`maxbatch.families.cycle`)
     has_cycle: bool = False
     has_expert_biases: bool = False  # experts and router have biases
     # clips the values that an expert multiplies, with another activation
     expert_limit: float | None = None
-    has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
     # normalises the weights of a token's experts, for any router scores
     always_normalises: bool = False
     # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply
@@ -75,27 +72,16 @@ class Family:
     # they are added, and the router reads the stream through a norm, a scale of each channel and a
     # scale of each expert's weight.
     has_experts_beside_mlp: bool = False
-    # The heads of global layers are twice as wide, may have other numbers of keys, and are rotated
-    # in part.
-    has_global_heads: bool = False
-    # one product gives the keys and the values of a global layer
-    shares_kv_projections: bool = False
-    has_value_norm: bool = False  # the values of a head are normalised
     # a layer's output, the stream included, is multiplied by a learned number
     has_layer_scale: bool = False
     # Width of an input that each layer has besides the stream, made of the tokens and their
     # embedding; 0: none. Only this form has last layers that share keys and values
     # (`num_kv_shared_layers`).
     layer_input_width: int = 0
-    # Keys and values come from latents. Only this form has first layers without experts, shared
-    # experts and groups.
-    has_latents: bool = False
-    # The last layer of a cycle has attention, and the others the gated delta rule
-    # (`maxbatch.model.delta_rule`).
-    has_delta_rule: bool = False
-    # attention's output is multiplied by a sigmoid of the stream, head by head
-    has_query_gate: bool = False
-    # and the output of the shared experts by one number of each token
+    # of all layers, or of the last one of each cycle
+    attention: AttentionForm = GROUPED
+    attention_before: AttentionForm | None = None  # of the other layers of a cycle
+    # the output of the shared experts is multiplied by one number of each token
     has_shared_gate: bool = False
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
@@ -132,6 +118,11 @@ class Family:
     # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     inputs_first: bool = False
     prefix: str = ""  # prefix of its tensors' names; older files lack it
+
+    @property
+    def attention_forms(self) -> tuple[AttentionForm, ...]:
+        """The forms of attention that its layers have."""
+        return (self.attention, *((self.attention_before,) if self.attention_before else ()))
 
     @property
     def attention_type(self) -> str:
@@ -191,8 +182,8 @@ _GEMMA3 = dataclasses.replace(
 _GEMMA4 = Family(
     decoder_block="gemma4", model_type="gemma4_text", architecture="Gemma4ForCausalLM",
     norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
-    has_experts_beside_mlp=True, has_global_heads=True, shares_kv_projections=True, has_value_norm=True,
-    has_layer_scale=True,
+    has_experts_beside_mlp=True, has_layer_scale=True,
+    attention=GroupedAttention(has_global_heads=True, shares_kv_projections=True, has_value_norm=True),
     own_keys=("global_num_kv_heads", "partial_rotary_factor"),
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
@@ -219,7 +210,7 @@ _GEMMA4 = Family(
 )  # fmt: skip
 _GEMMA4_SMALL = dataclasses.replace(
     _GEMMA4, decoder_block="gemma4_small", has_experts=False, always_normalises=False, has_experts_beside_mlp=False,
-    shares_kv_projections=False, layer_input_width=256,
+    attention=GroupedAttention(has_global_heads=True, has_value_norm=True), layer_input_width=256,
     own_keys=(*_GEMMA4.own_keys, "num_kv_shared_layers", "use_double_wide_mlp"),
     modules={
         **_GEMMA_MODULES,
@@ -232,7 +223,7 @@ _GEMMA4_SMALL = dataclasses.replace(
 )  # fmt: skip
 _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
-    norms_before=False, norms_after="both", qk_norm_over="heads",
+    norms_before=False, norms_after="both", attention=GroupedAttention(qk_norm_over="heads"),
     defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False,
     modules={
         **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
@@ -258,7 +249,7 @@ _PHI3 = Family(
 )  # fmt: skip
 _GPT2 = Family(
     decoder_block="gpt2", model_type="gpt2", architecture="GPT2LMHeadModel",
-    norm="layer", has_biases=True,
+    norm="layer", has_mlp_biases=True, attention=GroupedAttention(has_out_bias=True),
     defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
     fields={
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
@@ -303,13 +294,14 @@ _QWEN3_MOE = Family(
 )  # fmt: skip
 _OLMOE = Family(
     decoder_block="olmoe", model_type="olmoe", architecture="OlmoeForCausalLM",
-    has_experts=True, qk_norm_over="heads",
+    has_experts=True, attention=GroupedAttention(qk_norm_over="heads"),
     defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
     bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False, modules={**_MODULES, **_EXPERTS},
 )  # fmt: skip
 _GPT_OSS = Family(
     decoder_block="gpt_oss", model_type="gpt_oss", architecture="GptOssForCausalLM",
-    has_experts=True, has_expert_biases=True, expert_limit=7.0, has_sinks=True, always_normalises=True,
+    has_experts=True, has_expert_biases=True, expert_limit=7.0, always_normalises=True,
+    attention=GroupedAttention(has_sinks=True),
     defaults={
         "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
         "num_experts": 128, "num_experts_per_tok": 4, "attention_bias": True,
@@ -331,7 +323,7 @@ _GPT_OSS = Family(
 
 _DEEPSEEK = Family(
     decoder_block="deepseek", model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
-    has_experts=True, has_latents=True,
+    has_experts=True, attention=LATENTS,
     own_keys=(
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale",
         "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
@@ -356,7 +348,8 @@ _DEEPSEEK = Family(
 
 _LLAMA4 = Family(
     decoder_block="llama4", model_type="llama4_text", architecture="Llama4ForCausalLM",
-    has_experts=True, has_cycle=True, qk_norm_over="rotated", rotates_neighbours=True, weighs_inputs=True,
+    has_experts=True, has_cycle=True, weighs_inputs=True,
+    attention=GroupedAttention(qk_norm_over="rotated", rotates_neighbours=True),
     own_keys=(
         "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
         "shared_experts", "routed_score_func",
@@ -384,7 +377,8 @@ _LLAMA4 = Family(
 
 _QWEN3_NEXT = Family(
     decoder_block="qwen3_next", model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
-    norm_adds_one=True, has_experts=True, has_cycle=True, has_delta_rule=True, has_query_gate=True,
+    norm_adds_one=True, has_experts=True, has_cycle=True, attention_before=DELTA_RULE,
+    attention=GroupedAttention(has_query_gate=True),
     has_shared_gate=True,
     own_keys=(
         "inhomogeneous_layer_cycle_interval", "gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim",
@@ -440,3 +434,7 @@ MODEL_TYPES: dict[str, tuple[Family, ...]] = {
     name: tuple(family for family in FAMILIES.values() if family.model_type == name)
     for name in dict.fromkeys(family.model_type for family in FAMILIES.values())
 }
+# All forms of attention that families have.
+ATTENTION_FORMS: tuple[AttentionForm, ...] = tuple(
+    dict.fromkeys(form for family in FAMILIES.values() for form in family.attention_forms)
+)

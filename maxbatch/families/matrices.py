@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Literal
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import LayerForm, cycle_length, cycle_of, possible_forms
-from maxbatch.families.family import CONVOLUTION_TOKENS, FAMILIES
+from maxbatch.families.family import ATTENTION_FORMS, FAMILIES
+from maxbatch.families.parameter import (
+    DENSE_LAYERS,
+    KV_SHARED_LAYERS,
+    LAYERS,
+    STACKS,
+    Parameter,
+    ParameterPath,
+)
 
-Axes = tuple[str, ...]
-ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
-# The stacks of layers, in order: the first, dense ones of a model with experts; most layers; and
-# the last ones, whose keys and values are those of layers before them. Layers of several forms are
-# stacked by their place in the cycle that they repeat, a number behind the stack's name
-# (`layers.1.attention.query`).
-STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
 # Axes of vectors that are computed in float32.
-NORMS = ("norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
+NORMS = ("norm", "input_norm", *(axis for form in ATTENTION_FORMS for axis in form.in_float32))
 
 # Matrices by their names in Hugging Face's models of LLaMA's form, which PEFT's adapters take.
 OF_PEFT = {
@@ -39,78 +38,22 @@ OF_PEFT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter of a decoder. Its logical axes are its inputs' axes, then its outputs' axes.
+def shape_of(row: Parameter, model: ModelConfig) -> tuple[int, ...]:
+    """Returns the shape of a parameter, in one layer."""
+    sizes = axis_sizes(model)
+    return tuple(sizes[axis] for axis in row.axes)
 
-    Parameters of experts have an axis of experts before them.
-    """
 
-    # its path, joined by dots; in a stack of layers it also has a leading axis of the stack's name
-    name: str
-    outputs: Axes  # all axes of a norm's scale or a bias
-    inputs: Axes = ()  # summed over by a product, or indexed by a lookup
-    is_lookup: bool = False  # a lookup of rows; tied to the output, it also multiplies, transposed
-    per_expert: bool = False  # whether each expert has one
-    is_float32: bool = False  # whether it is float32 for any `weight_dtype`
-    # the weights of a depthwise convolution; its width is the last axis
-    is_convolution: bool = False
-    first: Literal["zeros", "ones", "decays"] = "zeros"  # of vectors, unless they are scales
-    kept: str = ""  # the name of its product for rematerialisation
-    has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
+def size_of(row: Parameter, model: ModelConfig) -> int:
+    """Returns the number of values of a parameter, in all layers."""
+    layers = num_stacked(model, row.path[0]) if row.is_stacked else 1
+    return math.prod(shape_of(row, model)) * layers
 
-    @property
-    def path(self) -> ParameterPath:
-        """Its path as names."""
-        return tuple(self.name.split("."))
 
-    @property
-    def module(self) -> str:
-        """The name of its module."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def axes(self) -> Axes:
-        """The logical axes, of one layer."""
-        return (("experts",) if self.per_expert else ()) + self.inputs + self.outputs
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether each layer has one."""
-        return self.path[0] in STACKS
-
-    @property
-    def layer(self) -> ParameterPath:
-        """The path of its layer: its stack and its place in a cycle of several forms; empty outside
-        of layers.
-        """
-        return self.path[: 1 + self.path[1].isdigit()] if self.is_stacked else ()
-
-    @property
-    def is_map(self) -> bool:
-        """Whether it is a matrix that multiplies, not a lookup or a vector."""
-        return bool(self.inputs) and not self.is_lookup
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The indices of its input axes and of its output axes."""
-        numbers = tuple(range(len(self.axes)))[self.per_expert :]
-        return numbers[: len(self.inputs)], numbers[len(self.inputs) :]
-
-    def shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """Returns its shape, in one layer."""
-        return tuple(axis_sizes(model)[axis] for axis in self.axes)
-
-    def size(self, model: ModelConfig) -> int:
-        """Returns the number of its values, in all layers."""
-        return math.prod(self.shape(model)) * (
-            num_stacked(model, self.path[0]) if self.is_stacked else 1
-        )
-
-    def active_size(self, model: ModelConfig) -> int:
-        """Returns the number of its values that a token uses, in all layers."""
-        size = self.size(model)
-        return size // model.num_experts * model.num_experts_per_tok if self.per_expert else size
+def active_size_of(row: Parameter, model: ModelConfig) -> int:
+    """Returns the number of values of a parameter that a token uses, in all layers."""
+    size = size_of(row, model)
+    return size // model.num_experts * model.num_experts_per_tok if row.per_expert else size
 
 
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
@@ -137,23 +80,8 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "router": model.num_experts,
         "moe_mlp": moe_mlp_dim(model),
         "shared_mlp": model.shared_experts * moe_mlp_dim(model),
-        "q_lora": model.q_lora_rank,
-        "q_latent": model.q_lora_rank,
-        "q_norm": model.q_lora_rank,
-        "kv_lora": model.kv_lora_rank,
-        "kv_norm": model.kv_lora_rank,
-        "latent_and_key": model.kv_lora_rank + model.qk_rope_head_dim,
-        "qk_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
-        "key_and_value": model.qk_nope_head_dim + model.v_head_dim,
-        "v_dim": model.v_head_dim,
-        "delta_key_heads": model.gdn_num_key_heads,
-        "delta_heads": model.gdn_num_value_heads,
-        "delta_key_dim": model.gdn_key_head_dim,
-        "delta_value_dim": model.gdn_key_head_dim,
-        "delta_norm": model.gdn_key_head_dim,
-        "decay_heads": model.gdn_num_value_heads,
-        "convolution": CONVOLUTION_TOKENS,
         "shared_gate": 1,
+        **{axis: size for form in ATTENTION_FORMS for axis, size in form.axis_sizes(model).items()},
     }
 
 
@@ -197,15 +125,13 @@ def attention_widths(model: ModelConfig, is_local: bool = False) -> tuple[int, i
     """Returns the width of a head's query and key, and the width of its value, in local or in
     global layers.
     """
-    if FAMILIES[model.decoder_block].has_latents:
-        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-    width = model.head_dim if is_local else global_head_dim(model)
-    return width, width
+    return FAMILIES[model.decoder_block].attention.widths(model, is_local)
 
 
 def global_head_dim(model: ModelConfig) -> int:
     """Returns the width of a head in global layers, without latents."""
-    return 2 * model.head_dim if FAMILIES[model.decoder_block].has_global_heads else model.head_dim
+    is_wide = FAMILIES[model.decoder_block].attention.has_global_heads
+    return 2 * model.head_dim if is_wide else model.head_dim
 
 
 def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
@@ -251,106 +177,8 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         weights = ("scale", "bias") if family.norm == "layer" else ("scale",)
         return tuple(Parameter(f"{name}.{part}", (axis,)) for part in weights)
 
-    def normalised(heads: Axes) -> Axes:
-        return heads[1:] if family.qk_norm_over == "head" else heads
-
-    def has_scaled_norm(model: ModelConfig) -> bool:
-        return model.use_qk_norm and family.qk_norm_over != "rotated"
-
-    def has_out_bias(model: ModelConfig) -> bool:
-        return model.attention_out_bias or family.has_biases
-
     def has_mlp_bias(model: ModelConfig) -> bool:
-        return model.mlp_projection_bias or family.has_biases
-
-    def has_query_latent(model: ModelConfig) -> bool:
-        return model.q_lora_rank > 0
-
-    def attention_rows(attention: str, form: LayerForm) -> tuple[Parameter, ...]:
-        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        is_global = family.has_global_heads and not form.is_local
-        if is_global:
-            heads, kv_heads = ("heads", "global_head_dim"), ("global_kv_heads", "global_head_dim")
-
-        query_gate = (
-            Parameter(f"{attention}.query_gate", heads, ("embed",), kept="query_proj"),
-            Parameter(f"{attention}.query_gate_bias", heads, has=lambda m: m.attention_bias),
-        )
-        rows = (
-            Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
-            Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
-            Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
-            Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
-            *(query_gate if family.has_query_gate else ()),
-            *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
-            Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
-            Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
-        )
-        absent: tuple[str, ...] = ()
-        if attention.startswith(KV_SHARED_LAYERS):
-            absent = ("key", "value", "key_bias", "value_bias", "key_norm.scale")
-        elif is_global and family.shares_kv_projections:
-            absent = ("value", "value_bias")
-        return tuple(row for row in rows if row.name.removeprefix(f"{attention}.") not in absent)
-
-    def latent_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
-        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as
-        query and key.
-        """
-        query, up = ("heads", "qk_dim"), ("heads", "key_and_value")
-        return (
-            Parameter(
-                f"{attention}.query",
-                query,
-                ("embed",),
-                kept="query_proj",
-                has=lambda m: not m.q_lora_rank,
-            ),
-            Parameter(
-                f"{attention}.query_down",
-                ("q_latent",),
-                ("embed",),
-                kept="query_proj",
-                has=has_query_latent,
-            ),
-            Parameter(f"{attention}.query_down_norm.scale", ("q_norm",), has=has_query_latent),
-            Parameter(
-                f"{attention}.query_up", query, ("q_lora",), kept="query_proj", has=has_query_latent
-            ),
-            Parameter(f"{attention}.latent", ("latent_and_key",), ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.latent_norm.scale", ("kv_norm",)),
-            Parameter(f"{attention}.latent_up", up, ("kv_lora",), kept="value_proj"),
-            Parameter(f"{attention}.out", ("embed",), ("heads", "v_dim"), kept="out_proj"),
-        )
-
-    def delta_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
-        """Returns the parameters of a gated delta rule; its gate is kept as the values, which are
-        as wide.
-        """
-        key, value, rates = (
-            ("delta_key_heads", "delta_key_dim"),
-            ("delta_heads", "delta_value_dim"),
-            ("delta_heads",),
-        )
-        return (
-            Parameter(f"{attention}.delta_query", key, ("embed",), kept="query_proj"),
-            Parameter(f"{attention}.delta_key", key, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.delta_value", value, ("embed",), kept="value_proj"),
-            Parameter(f"{attention}.delta_gate", value, ("embed",), kept="value_proj"),
-            Parameter(f"{attention}.delta_rate", rates, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.delta_decay", rates, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.convolved_query", (*key, "convolution"), is_convolution=True),
-            Parameter(f"{attention}.convolved_key", (*key, "convolution"), is_convolution=True),
-            Parameter(f"{attention}.convolved_value", (*value, "convolution"), is_convolution=True),
-            Parameter(f"{attention}.decay_scale", ("decay_heads",), first="decays"),
-            Parameter(f"{attention}.decay_shift", ("decay_heads",), first="ones"),
-            Parameter(f"{attention}.delta_norm.scale", ("delta_norm",), first="ones"),
-            Parameter(f"{attention}.delta_out", ("embed",), value, kept="out_proj"),
-        )
+        return model.mlp_projection_bias or family.has_mlp_biases
 
     def mlp_rows(mlp: str, hidden: str = "mlp") -> tuple[Parameter, ...]:
         return (
@@ -453,19 +281,16 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         )
 
     def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
-        has_experts, attention = (
-            form.has_experts,
-            latent_rows if family.has_latents else attention_rows,
-        )
+        attention = form.attention.rows(f"{stack}.attention", form.is_local)
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
-            *(delta_rows if form.has_delta_rule else attention)(f"{stack}.attention", form),
+            *attention,
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm") if family.norms_before else ()),
-            *mlp_or_experts(stack, has_experts),
+            *mlp_or_experts(stack, form.has_experts),
             *(
                 shared_rows(f"{stack}.shared_experts")
-                if "shared_experts" in family.own_keys and has_experts
+                if "shared_experts" in family.own_keys and form.has_experts
                 else ()
             ),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after == "both" else ()),
@@ -485,7 +310,9 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
 
         return tuple(map(owned, rows))
 
-    dense = layers(DENSE_LAYERS, LayerForm(has_experts=False)) if family.has_latents else ()
+    without_experts = LayerForm(family.attention, has_experts=False)
+    has_dense = "first_num_dense_layers" in family.own_keys
+    dense = layers(DENSE_LAYERS, without_experts) if has_dense else ()
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter(
@@ -536,14 +363,14 @@ def possible_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 def model_size(model: ModelConfig) -> int:
     """Returns the number of values in a decoder's parameters, without adapters."""
-    return sum(row.size(model) for row in parameters(model))
+    return sum(size_of(row, model) for row in parameters(model))
 
 
 def active_model_size(model: ModelConfig) -> int:
     """Returns the number of values that a token uses: all, except the experts that it is not routed
     to.
     """
-    return sum(row.active_size(model) for row in parameters(model))
+    return sum(active_size_of(row, model) for row in parameters(model))
 
 
 def of_experts(name: str) -> bool:

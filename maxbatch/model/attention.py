@@ -17,14 +17,15 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.family import FAMILIES
+from maxbatch.families.forms.attention import GroupedAttention
 from maxbatch.families.matrices import MATRICES
-from maxbatch.model.cache import Cache, StateCache
+from maxbatch.model.cache import Cache, NewTokens
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, join_heads, product
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import PLAIN, ScoreRules, growth_at, soft_capped
-from maxbatch.model.segments import chunks_of_segments, places_in_segments
+from maxbatch.model.segments import Slots, chunks_of_segments, places_in_segments
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -272,13 +273,14 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
-        family = FAMILIES[config.decoder_block]
+        form = FAMILIES[config.decoder_block].attention
+        assert isinstance(form, GroupedAttention), "this class computes that form"
         self.query_norm, self.key_norm = (
             norm_of(config, f"{name}.{part}_norm") for part in ("query", "key")
         )
         self.epsilon = config.normalization_layer_epsilon
         self.value_norm = (
-            partial(of_unit_size, epsilon=self.epsilon) if family.has_value_norm else unchanged
+            partial(of_unit_size, epsilon=self.epsilon) if form.has_value_norm else unchanged
         )
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         if config.query_weights_scaled:
@@ -286,8 +288,8 @@ class Attention(nnx.Module):
         chunk = config.chunk_attn_window_size
         window = chunk or config.sliding_window_size
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)
-        self.rotates_neighbours = family.rotates_neighbours
-        self.norms_rotated = config.use_qk_norm and family.qk_norm_over == "rotated"
+        self.rotates_neighbours = form.rotates_neighbours
+        self.norms_rotated = config.use_qk_norm and form.qk_norm_over == "rotated"
         self.grows = config.temperature_tuning
         self.constrain, self.quantization = constrain, config.quantization
         self.implementation = implementation_on(config, constrain)
@@ -295,16 +297,34 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_MxLxD: jax.Array,
-        segments_MxL: jax.Array,
+        tokens: Slots | NewTokens,
         rope: Rope | None,
         is_local: jax.Array | bool = False,
         shared: KeysValues | None = None,
-    ) -> jax.Array:
-        """Returns the attention output, [M, L, D], in x's dtype.
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns the attention output, [M, L, D] in x's dtype, and the cache with new tokens in
+        it.
 
         Args:
-          shared: the keys and values; None: they are made of x.
+          tokens: those of whole rows, which have no cache, or new ones.
+          shared: the keys and values of whole rows; None: they are made of x.
         """
+        if isinstance(tokens, NewTokens):
+            attended_MxLxHxh, cache = self._attended_with_cache(x_MxLxD, tokens, rope, is_local)
+            return self._joined(attended_MxLxHxh, x_MxLxD), cache
+        attended_MxLxHxh = self._attended(x_MxLxD, tokens.segments_MxL, rope, is_local, shared)
+        joined_MxLxD = self._joined(attended_MxLxHxh, x_MxLxD)
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept), None
+
+    def _attended(
+        self,
+        x_MxLxD: jax.Array,
+        segments_MxL: jax.Array,
+        rope: Rope | None,
+        is_local: jax.Array | bool,
+        shared: KeysValues | None,
+    ) -> jax.Array:
+        """Returns the values that the heads of whole rows attend to, [M, L, H, h]."""
         scores = self.scores._replace(is_local=is_local, implementation=self.implementation)
         factor = 1.0
         # its kernel takes scaled queries: rounded once
@@ -317,26 +337,19 @@ class Attention(nnx.Module):
         q = self._queries(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
         if scores.has_chunks and is_local is True:
             segments_MxL = chunks_of_segments(segments_MxL, scores.window)
-        attended_MxLxHxh = attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks)
-        joined_MxLxD = self._joined(attended_MxLxHxh, x_MxLxD)
-        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
+        return attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks)
 
-    def with_cache(
-        self,
-        x_BxTxD: jax.Array,
-        positions_BxT: jax.Array,
-        rope: Rope | None,
-        cache: Cache | StateCache,
-        layer: jax.Array | int,
-        is_local: jax.Array | bool = False,
+    def _attended_with_cache(
+        self, x_BxTxD: jax.Array, tokens: NewTokens, rope: Rope | None, is_local: jax.Array | bool
     ) -> tuple[jax.Array, Cache]:
-        """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with
-        them in it.
+        """Returns the values that the heads of T more tokens of each row attend to, [B, T, H, h],
+        and the cache with the tokens in it.
 
-        It is the plain implementation, whatever the model was trained with. Positions are int32,
-        the tokens' places in their rows and their slots; the tables of these positions are [B, T,
-        h/2] each. A layer without keys of its own reads the slots that another one wrote.
+        It is the plain implementation, whatever the model was trained with. The tables of the
+        positions are [B, T, h/2] each. A layer without keys of its own reads the slots that another
+        one wrote.
         """
+        positions_BxT, cache, layer = tokens
         assert isinstance(cache, Cache), "attention has slots"
         if hasattr(self, "key"):
             cache = cache.write(layer, positions_BxT, *self.keys_values(x_BxTxD, rope))
@@ -345,7 +358,7 @@ class Attention(nnx.Module):
         attended_BxTxHxh = attend_to_cache(
             q, cache.layer(layer), positions_BxT, scores, self._sinks
         )
-        return self._joined(attended_BxTxHxh, x_BxTxD), cache
+        return attended_BxTxHxh, cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

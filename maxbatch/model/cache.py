@@ -174,6 +174,14 @@ class StateCache(NamedTuple):
         return self._replace(states_NxBxHxkxv=states, inputs=(queries, keys, values))
 
 
+class NewTokens(NamedTuple):
+    """T neighbouring tokens that follow those in the cache of a layer, as the layer sees them."""
+
+    positions_BxT: jax.Array  # int32: their places in their rows, and their slots
+    cache: Cache | StateCache
+    layer: jax.Array | int  # its number in the cache
+
+
 class Caches(NamedTuple):
     """The caches of a model: one for each place in its cycle of layers, which may have heads of its
     own.

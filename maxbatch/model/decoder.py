@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,36 +29,34 @@ from maxbatch.families.cycle import (
     places_of_shared_keys,
 )
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import (
-    DENSE_LAYERS,
-    KV_SHARED_LAYERS,
-    LAYERS,
-    layer_paths,
-    num_layers,
-    num_stacked,
-)
+from maxbatch.families.matrices import num_layers, num_stacked
+from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS
 from maxbatch.model.attention import Attention, KeysValues
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.delta_net import GatedDeltaNet
-from maxbatch.model.experts.experts import Experts
-from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
-from maxbatch.model.latent_attention import LatentAttention
+from maxbatch.model.experts.routing import RoutingSums, slot_hashes
+from maxbatch.model.layer import STREAM, DecoderLayer, LayerCycle
 from maxbatch.model.layer_inputs import LayerInputs
-from maxbatch.model.mlp import ACTIVATIONS, MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import Later, add_parameters, drawn
-from maxbatch.model.products import features_last, product
-from maxbatch.model.rope import Rope, RopeKeys, Ropes
+from maxbatch.model.products import product
+from maxbatch.model.rope import RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
-from maxbatch.model.segments import lengths_in_segments, places_in_segments
-from maxbatch.model.stacked import Stacked, Static
-from maxbatch.parallel.pipeline import Layers
+from maxbatch.model.segments import Slots, places_in_segments
+from maxbatch.model.stacked import Stacked
+from maxbatch.model.walk import (
+    Carried,
+    Continued,
+    LayerDef,
+    LayerRunner,
+    Part,
+    SharedKeys,
+    loop,
+    unrolled,
+)
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
-
-_STREAM = ("batch", "length", "embed")
-SharedKeys: TypeAlias = dict[int, KeysValues]  # by place in the cycle of layers
 
 
 class Hidden(NamedTuple):
@@ -70,222 +68,6 @@ class Hidden(NamedTuple):
     sums: RoutingSums | None  # a row per layer; None without experts
 
 
-class LayerRunner(Protocol):
-    """A way to run the layers other than a plain loop over them."""
-
-    @property
-    def constrain(self) -> Constrain:
-        """The constraint on activations inside of the layers."""
-
-    def order(self, num_stacked: int) -> np.ndarray:
-        """Returns the numbers of the layers, or cycles, in the order in which their parameters come
-        stacked.
-        """
-
-    def __call__(
-        self,
-        layers: Layers[RoutingSums | None],
-        stacked: Stacked,
-        x_MxLxD: jax.Array,
-        slots: Slots,
-        /,
-    ) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns x after all layers and their sums, stacked alike; `layers` runs as many as are
-        stacked.
-        """
-
-
-class DecoderLayer(nnx.Module):
-    """One residual block: attention, then the MLP or experts, normalised before or after, or both.
-
-    `decoder_block` decides which.
-    """
-
-    mlp: MLP  # if the layer has no experts, or has them beside it
-    experts: Experts  # if it has
-    shared_experts: MLP  # of every token
-    input_gate: nnx.Param[jax.Array]  # if layers have inputs besides the stream (`LayerInputs`)
-    input_out: nnx.Param[jax.Array]
-    layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        name: str,
-        form: LayerForm,
-        *,
-        rngs: nnx.Rngs,
-        constrain: Constrain,
-    ):
-        family = FAMILIES[config.decoder_block]
-        attention: type[Attention | LatentAttention | GatedDeltaNet]
-        attention = LatentAttention if family.has_latents else Attention
-        if form.has_delta_rule:
-            attention = GatedDeltaNet
-        self.attention_norm = norm_of(config, f"{name}.attention_norm")
-        self.attention = attention(config, f"{name}.attention", rngs=rngs, constrain=constrain)
-        self.attention_post_norm = norm_of(config, f"{name}.attention_post_norm")
-        self.mlp_norm = norm_of(config, f"{name}.mlp_norm")
-        self.has_experts, self.is_local, self.has_rope = (
-            form.has_experts,
-            form.is_local,
-            form.has_rope,
-        )
-        if self.has_experts:
-            self.experts = Experts(config, f"{name}.experts", rngs=rngs, constrain=constrain)
-        self.mlp_own_norm, self.experts_norm, self.experts_own_norm = (
-            norm_of(config, f"{name}.{part}_norm") for part in ("mlp_own", "experts", "experts_own")
-        )
-        self.is_beside_mlp = self.has_experts and family.has_experts_beside_mlp
-        if self.is_beside_mlp or not self.has_experts:
-            self.mlp = MLP(config, f"{name}.mlp", rngs=rngs, constrain=constrain)
-        if self.has_experts and config.shared_experts:
-            self.shared_experts = MLP(
-                config, f"{name}.shared_experts", rngs=rngs, constrain=constrain
-            )
-        self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
-        names = (f"{name}.{part}" for part in ("input_gate", "input_out", "layer_scale"))
-        add_parameters(self, config, *names, rngs=rngs)
-        self.input_norm = norm_of(config, f"{name}.input_norm")
-        self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
-        self.constrain, self.quantization = constrain, config.quantization
-
-    def __call__(
-        self,
-        x_MxLxD: jax.Array,
-        slots: Slots,
-        rope: Rope | None,
-        is_local: jax.Array | bool,
-        number: jax.Array | int | None = None,
-        input_MxLxP: jax.Array | None = None,
-        shared: KeysValues | None = None,
-    ) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its
-        experts.
-
-        Args:
-          input_MxLxP: its input besides the stream, if it has one.
-          shared: the keys and values of its attention; None: it makes its own.
-        """
-        inner_MxLxD = self.attention_norm(x_MxLxD)
-        if shared is None:
-            attended_MxLxD = self.attention(inner_MxLxD, slots.segments_MxL, rope, is_local)
-        else:
-            assert isinstance(self.attention, Attention), "latents and states are not shared"
-            attended_MxLxD = self.attention(inner_MxLxD, slots.segments_MxL, rope, is_local, shared)
-        x_MxLxD, inner_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
-        sums = None
-        if self.has_experts:
-            assert number is not None, "layers with experts are numbered"
-            out_MxLxD, sums = self.experts(
-                self._of_experts(x_MxLxD, inner_MxLxD), slots, number, x_MxLxD
-            )
-            out_MxLxD = self._with_mlp(inner_MxLxD, out_MxLxD)
-        else:
-            out_MxLxD = self.mlp(inner_MxLxD)
-        return features_last(self._add(x_MxLxD, out_MxLxD, input_MxLxP), self.constrain), sums
-
-    def keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> KeysValues:
-        """Returns the keys and values of its attention, for itself and for layers without their
-        own.
-        """
-        assert isinstance(self.attention, Attention), "latents and states are not shared"
-        return self.attention.keys_values(self.attention_norm(x_MxLxD), rope)
-
-    def with_cache(
-        self,
-        x_BxTxD: jax.Array,
-        positions_BxT: jax.Array,
-        rope: Rope | None,
-        cache: Cache | StateCache,
-        layer: jax.Array | int,
-        is_local: jax.Array | bool,
-        input_BxTxP: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | StateCache]:
-        """Returns the stream of T more tokens of each row, and the cache with them in it; see
-        `Attention`.
-        """
-        attended_BxTxD, cache = self.attention.with_cache(
-            self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
-        )
-        x_BxTxD, inner_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
-        if self.has_experts:
-            out_BxTxD = self.experts.of_each(self._of_experts(x_BxTxD, inner_BxTxD), x_BxTxD)
-            out_BxTxD = self._with_mlp(inner_BxTxD, out_BxTxD)
-        else:
-            out_BxTxD = self.mlp(inner_BxTxD)
-        return self._add(x_BxTxD, out_BxTxD, input_BxTxP), cache
-
-    def _of_experts(self, x_MxLxD: jax.Array, inner_MxLxD: jax.Array) -> jax.Array:
-        """Returns the input of the experts, from the stream and the input of an MLP."""
-        return self.experts_norm(x_MxLxD) if self.is_beside_mlp else inner_MxLxD
-
-    def _with_mlp(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
-        """Returns the output of the experts with that of the MLP beside them, or of shared
-        experts.
-        """
-        if self.is_beside_mlp:
-            return self.mlp_own_norm(self.mlp(inner_MxLxD)) + self.experts_own_norm(out_MxLxD)
-        return (
-            out_MxLxD + self.shared_experts(inner_MxLxD)
-            if hasattr(self, "shared_experts")
-            else out_MxLxD
-        )
-
-    def _attended(
-        self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the stream after attention, and the input of the MLP or the experts."""
-        x_MxLxD = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
-        return x_MxLxD, self.mlp_norm(x_MxLxD)
-
-    def _add(
-        self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None
-    ) -> jax.Array:
-        x_MxLxD += self.mlp_post_norm(out_MxLxD)
-        if input_MxLxP is not None:
-            gate_MxLxP = self.activation(
-                product(x_MxLxD, self.input_gate[...], "mld,dp->mlp", self.quantization)
-            )
-            gated_MxLxP = self.constrain(
-                gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input")
-            )
-            x_MxLxD += self.input_norm(
-                product(gated_MxLxP, self.input_out[...], "mlp,pd->mld", self.quantization)
-            )
-        if hasattr(self, "layer_scale"):
-            x_MxLxD *= self.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
-        return self.constrain(x_MxLxD, _STREAM)
-
-
-class LayerCycle(nnx.Module):
-    """One cycle of layers of several forms. Its attributes are their places: "0", "1" and so on."""
-
-    def __init__(self, config: DecoderConfig, stack: str, *, rngs: nnx.Rngs, constrain: Constrain):
-        self.length = cycle_length(config)
-        for path, form in zip(layer_paths(config, stack), cycle_of(config), strict=True):
-            setattr(
-                self,
-                path[-1],
-                DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain),
-            )
-
-    @property
-    def layers(self) -> list[DecoderLayer]:
-        """The layers, in order."""
-        return [getattr(self, str(place)) for place in range(self.length)]
-
-
-class NumberedLayer(NamedTuple):
-    """A layer, and what distinguishes it from the layers that share its program."""
-
-    module: DecoderLayer
-    is_local: jax.Array | bool
-    number: jax.Array | int | None  # among all layers; None in a model without experts
-    input_MxLxP: jax.Array | None  # besides the stream; None in most families
-
-
-LayerDef: TypeAlias = nnx.GraphDef[Any]  # of a layer or of a cycle of layers
 StackedModule = TypeVar("StackedModule", DecoderLayer, LayerCycle)
 
 
@@ -340,7 +122,7 @@ class Decoder(nnx.Module):
                 DecoderLayer,
                 config,
                 DENSE_LAYERS,
-                LayerForm(has_experts=False),
+                LayerForm(FAMILIES[config.decoder_block].attention, has_experts=False),
                 constrain=constrain,
             )
             self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
@@ -410,108 +192,111 @@ class Decoder(nnx.Module):
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
+        hashes = slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
-        inputs, inputs_of_shared = self._layer_inputs(tokens_MxL, x_MxLxD)
 
-        # The functions below run one element of a stack; the stacks run after them.
-        def through(
-            layerdef: LayerDef,
-            shared: SharedKeys,
-            x_MxLxD: jax.Array,
-            slots: Slots,
-            element: Stacked,
-        ) -> tuple[jax.Array, list[RoutingSums], SharedKeys]:
-            """Returns x after one element of a stack, the sums of its experts, and keys and values
-            to be shared.
-            """
-            all_sums: list[RoutingSums] = []
-            new_keys: SharedKeys = {}
-            for place, (module, is_local, number, input_MxLxP) in enumerate(
-                self._in_order(layerdef, element)
-            ):
-                lengths = partial(lengths_in_segments, slots.segments_MxL)
-                rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
-                keys_values = shared[self.places_of_keys[place]] if shared else None
-                if self.shares_keys and not shared and place in self.places_of_keys:
-                    keys_values = new_keys[place] = module.keys_values(x_MxLxD, rope)
-                x_MxLxD, sums = module(
-                    x_MxLxD, slots, rope, is_local, number, input_MxLxP, keys_values
-                )
-                all_sums += [] if sums is None else [sums]
-            return x_MxLxD, all_sums, new_keys
+        carried, sums = Carried(x_MxLxD), None
+        for part in self._parts(ropes, self._layer_inputs(tokens_MxL, x_MxLxD)):
+            carried, sums_of_part = self._run(part, carried, Slots(segments_MxL, hashes))
+            sums = sums_of_part if sums is None else sums  # one part has experts
+        return Hidden(self.final_norm(carried.x_MxLxD), self._by_layer(sums))
 
-        def layers_of(
-            layerdef: LayerDef, shared: SharedKeys | None = None
-        ) -> Layers[RoutingSums | None]:
-            def layer(
-                x_MxLxD: jax.Array, slots: Slots, element: Stacked
-            ) -> tuple[jax.Array, RoutingSums | None]:
-                x_MxLxD, all_sums, _ = through(layerdef, shared or {}, x_MxLxD, slots, element)
-                if self.cycle_length > 1:
-                    return x_MxLxD, jax.tree.map(
-                        lambda *of_layers: jnp.stack(of_layers), *all_sums
-                    ) if all_sums else None
-                return x_MxLxD, all_sums[0] if all_sums else None
+    def hidden_with_caches(
+        self,
+        tokens_BxT: jax.Array,
+        positions_BxT: jax.Array,
+        caches: Caches,
+        limits_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, Caches]:
+        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the
+        caches with them.
 
-            return layer
+        A token sees those before it in its row, which is one document from its start and whose
+        slots are in the caches. The layers run in a plain loop, and experts without a capacity.
 
-        def sharing_layers_of(layerdef: LayerDef) -> Layers[SharedKeys]:
-            def layer(
-                x_MxLxD: jax.Array, slots: Slots, element: Stacked
-            ) -> tuple[jax.Array, SharedKeys]:
-                x_MxLxD, _, new_keys = through(layerdef, {}, x_MxLxD, slots, element)
-                return x_MxLxD, new_keys
+        Args:
+          positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
+          limits_B: the most tokens that each row will have, the same in every call, since LongRoPE
+            rotates the keys of long documents differently; None: the length of the caches.
+        """
+        x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
+        length = caches.num_positions
+        lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
+        longest = length if limits_B is None else sys.maxsize
+        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
 
-            return layer
+        carried, run = Carried(x_BxTxD, caches=caches), loop if self.scan_layers else unrolled
+        for part in self._parts(ropes, self._layer_inputs(tokens_BxT, x_BxTxD)):
+            stacked = part.stacked._replace(in_cache=part.in_cache)
+            carried, _ = run(part.step, carried, Continued(positions_BxT, lengths_Bx1), stacked)
+        assert carried.caches is not None, "new tokens have caches"
+        return self.final_norm(carried.x_MxLxD), carried.caches
 
-        def plainly(
-            layers: Layers[RoutingSums | None], x_MxLxD: jax.Array, stacked: Stacked
-        ) -> tuple[jax.Array, RoutingSums | None]:
-            layer = checkpointed(
-                layers, self.remat, in_loop=self.scan_layers and stacked.num_layers > 1
-            )
-            return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
-
-        slots = Slots(
-            segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None
-        )
-
-        # First layers without experts.
+    def _parts(self, ropes: Ropes | None, inputs_NxMxLxP: jax.Array | None) -> list[Part]:
+        """Returns the parts of the decoder, in order: first layers without experts, if it has some;
+        most layers; the last ones without keys of their own, if it has some.
+        """
+        make = partial(Part, ropes=ropes, is_local=self.local_layers[0])
+        parts = []
         if self.num_dense:
             layerdef, parameters = _split(self.dense_layers)
-            x_MxLxD, _ = plainly(layers_of(layerdef), x_MxLxD, Stacked(parameters))
+            parts.append(make(layerdef, Stacked(parameters), np.arange(self.num_dense)))
 
-        # Two stacks, of which the second reads the keys and values of the first one's last cycle.
+        runner, order = self.layer_runner, np.arange(self.num_stacked)
+        if runner is not None:
+            order = runner.order(self.num_stacked)
         layerdef, parameters = _split(self.layers)
+        stacked = self._stacked(parameters, order)
+        if inputs_NxMxLxP is not None:
+            stacked = stacked._replace(inputs=inputs_NxMxLxP[: self.num_stacked])
+        parts.append(make(layerdef, stacked, self.num_dense + order, runner=runner))
+
         if self.shares_keys:
-            layer = checkpointed(
-                sharing_layers_of(layerdef), self.remat, self.scan_layers and self.num_stacked > 1
-            )
-            stacked = Stacked(parameters, inputs=inputs)
-            nothing = self._no_keys(x_MxLxD.shape[:2])
-            x_MxLxD, shared = _run_to_last(
-                layer, self.scan_layers, x_MxLxD, slots, stacked, nothing
-            )
+            parts[-1] = parts[-1]._replace(keys="given", sources=self.places_of_keys)
             layerdef, parameters = _split(self.kv_shared_layers)
-            x_MxLxD, _ = plainly(
-                layers_of(layerdef, shared), x_MxLxD, Stacked(parameters, inputs=inputs_of_shared)
-            )
-            return Hidden(self.final_norm(x_MxLxD), None)
+            stacked = Stacked(parameters)
+            if inputs_NxMxLxP is not None:
+                stacked = stacked._replace(inputs=inputs_NxMxLxP[self.num_stacked :])
+            last_with_keys = np.full(stacked.num_layers, self.num_stacked - 1)
+            of_shared = make(layerdef, stacked, last_with_keys)
+            parts.append(of_shared._replace(keys="taken", sources=self.places_of_keys))
+        return parts
 
-        # A pipeline, or the layers that sum their gradients: it takes them in an order of its own.
-        if self.layer_runner is not None:
-            order = self.layer_runner.order(self.num_stacked)
-            run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
-            stacked = self._stacked(parameters, order)._replace(inputs=inputs)
-            x_MxLxD, sums = self.layer_runner(run, stacked, x_MxLxD, slots)
-            sums = self._by_layer(
-                jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
-            )
-            return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
+    def _run(
+        self, part: Part, carried: Carried, slots: Slots
+    ) -> tuple[Carried, RoutingSums | None]:
+        """Returns the stream after all layers of a part, of whole rows, and the sums of its
+        experts.
+        """
+        x_MxLxD = carried.x_MxLxD
+        if part.runner is not None:
+            return self._run_by(part.runner, part, x_MxLxD, slots)
+        if part.keys == "taken":
+            part = part._replace(taken=carried.keys)
+        keys = self._no_keys(x_MxLxD.shape[:2]) if part.keys == "given" else None
+        is_looped = self.scan_layers and part.stacked.num_layers > 1
+        step = checkpointed(part.step, self.remat, in_loop=is_looped)
+        run = loop if is_looped else unrolled
+        return run(step, Carried(x_MxLxD, keys), slots, part.stacked)
 
-        stacked = self._stacked(parameters)._replace(inputs=inputs)
-        x_MxLxD, sums = plainly(layers_of(layerdef), x_MxLxD, stacked)
-        return Hidden(self.final_norm(x_MxLxD), self._by_layer(sums))
+    def _run_by(
+        self, runner: LayerRunner, part: Part, x_MxLxD: jax.Array, slots: Slots
+    ) -> tuple[Carried, RoutingSums | None]:
+        """Returns the same as `_run`, from a pipeline or from layers that sum their gradients. They
+        take the layers in an order of their own.
+        """
+
+        def layers(
+            x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
+        ) -> tuple[jax.Array, RoutingSums | None]:
+            run = loop if self.scan_layers and stacked.num_layers > 1 else unrolled
+            carried, sums = run(part.step, Carried(x_MxLxD), slots, stacked)
+            return carried.x_MxLxD, sums
+
+        x_MxLxD, sums = runner(layers, part.stacked, x_MxLxD, slots)
+        in_order = np.argsort(runner.order(self.num_stacked))
+        sums = jax.tree.map(lambda of_layers: of_layers[in_order], sums)
+        return Carried(self.constrain(x_MxLxD, STREAM)), sums
 
     def _by_layer(self, sums: RoutingSums | None) -> RoutingSums | None:
         """Returns the sums of all layers with experts in order, from those of each cycle."""
@@ -522,17 +307,14 @@ class Decoder(nnx.Module):
         )
         return by_layer
 
-    def _layer_inputs(
-        self, tokens_MxL: jax.Array, x_MxLxD: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the inputs that layers have besides the stream, as `Stacked` holds them: of most,
-        and of the last.
+    def _layer_inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array | None:
+        """Returns the inputs that layers have besides the stream, [N, M, L, P] or by cycles [N,
+        cycle, M, L, P]; None if they have none.
         """
         if not self.has_layer_inputs:
-            return None, None
+            return None
         inputs_NxMxLxP = self.layer_inputs(tokens_MxL, x_MxLxD)
-        by_cycle = inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
-        return by_cycle[: self.num_stacked], by_cycle[self.num_stacked :]
+        return inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
 
     def _no_keys(self, shape: tuple[int, ...]) -> SharedKeys:
         """Returns zeros in the form of the keys and values that layers share, for M rows of L
@@ -574,91 +356,8 @@ class Decoder(nnx.Module):
 
         return Caches(tuple(map(empty, layers)))
 
-    def hidden_with_caches(
-        self,
-        tokens_BxT: jax.Array,
-        positions_BxT: jax.Array,
-        caches: Caches,
-        limits_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, Caches]:
-        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the
-        caches with them.
-
-        A token sees those before it in its row, which is one document from its start and whose
-        slots are in the caches. The layers run in a plain loop, and experts without a capacity.
-
-        Args:
-          positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
-          limits_B: the most tokens that each row will have, the same in every call, since LongRoPE
-            rotates the keys of long documents differently; None: the length of the caches.
-        """
-        x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
-        length = caches.num_positions
-        lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
-        longest = length if limits_B is None else sys.maxsize
-        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
-        inputs, inputs_of_shared = self._layer_inputs(tokens_BxT, x_BxTxD)
-
-        def run(
-            carried: tuple[jax.Array, Caches],
-            layerdef: LayerDef,
-            stacked: Stacked,
-            first: int,
-            shares: bool = False,
-        ) -> tuple[jax.Array, Caches]:
-            def layer(
-                carried: tuple[jax.Array, Caches], numbered: tuple[jax.Array | int, Stacked]
-            ) -> tuple[tuple[jax.Array, Caches], None]:
-                (x_BxTxD, caches), (index, element) = carried, numbered
-                place_caches = list(caches.places)
-                for place, (module, is_local, _, input_BxTxP) in enumerate(
-                    self._in_order(layerdef, element)
-                ):
-                    rope = None
-                    if ropes is not None and module.has_rope:
-                        rope = ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
-                    # a layer without keys of its own reads the slots of the cycle before it
-                    read, of_layer = (
-                        (self.places_of_keys[place], first) if shares else (place, index)
-                    )
-                    x_BxTxD, place_caches[read] = module.with_cache(
-                        x_BxTxD,
-                        positions_BxT,
-                        rope,
-                        place_caches[read],
-                        of_layer,
-                        is_local,
-                        input_BxTxP,
-                    )
-                return (x_BxTxD, Caches(tuple(place_caches))), None
-
-            if self.scan_layers:
-                after_all, _ = jax.lax.scan(
-                    layer, carried, (first + jnp.arange(stacked.num_layers), stacked)
-                )
-                return after_all
-            for numbered in enumerate(stacked.one_by_one(), first):
-                carried, _ = layer(carried, numbered)
-            return carried
-
-        carried = (x_BxTxD, caches)
-        if self.num_dense:
-            layerdef, parameters = _split(self.dense_layers)
-            carried = run(carried, layerdef, Stacked(parameters), 0)
-        layerdef, parameters = _split(self.layers)
-        carried = run(
-            carried, layerdef, self._stacked(parameters)._replace(inputs=inputs), self.num_dense
-        )
-        if self.shares_keys:
-            layerdef, parameters = _split(self.kv_shared_layers)
-            stacked = Stacked(parameters, inputs=inputs_of_shared)
-            carried = run(carried, layerdef, stacked, self.num_stacked - 1, shares=True)
-        x_BxTxD, caches = carried
-        return self.final_norm(x_BxTxD), caches
-
-    def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
-        """Returns the layers to run, in order or in the order of a layer runner."""
-        order = np.arange(self.num_stacked) if order is None else order
+    def _stacked(self, parameters: State, order: np.ndarray) -> Stacked:
+        """Returns most layers, in an order of their numbers."""
         numbers = (
             self.num_dense + self.cycle_length * order.astype(np.int32)
             if self.has_experts
@@ -667,26 +366,6 @@ class Decoder(nnx.Module):
         if self.cycle_length > 1 or len(set(self.local_layers)) == 1:
             return Stacked(parameters, number=numbers)
         return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
-
-    def _in_order(self, layerdef: LayerDef, element: Stacked) -> list[NumberedLayer]:
-        """Returns the layers of one element of a stack: a layer, or those of a cycle."""
-        module = nnx.merge(layerdef, element.parameters)
-        inputs = [None] * self.cycle_length if element.inputs is None else element.inputs
-        if isinstance(module, DecoderLayer):
-            return [NumberedLayer(module, self._is_local(element), element.number, inputs[0])]
-        numbers = [
-            None if element.number is None else element.number + place
-            for place in range(module.length)
-        ]
-        return [
-            NumberedLayer(layer, bool(layer.is_local), number, layer_input)
-            for layer, number, layer_input in zip(module.layers, numbers, inputs, strict=True)
-        ]
-
-    def _is_local(self, element: Stacked) -> jax.Array | bool:
-        if element.is_local is None:
-            return self.local_layers[0]
-        return element.is_local.value if isinstance(element.is_local, Static) else element.is_local
 
     def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
         # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of
@@ -700,7 +379,7 @@ class Decoder(nnx.Module):
                 self.positions[...].astype(self.dtype), ("position", "embed")
             )
             x_MxLxD += table_PxD[places()]
-        return self.constrain(x_MxLxD, _STREAM)
+        return self.constrain(x_MxLxD, STREAM)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Returns logits under `final_logits_soft_cap`."""
@@ -746,48 +425,3 @@ def _name_axis(layers: nnx.Module, stack: str) -> None:
     for _, parameter in nnx.iter_graph(layers):
         if isinstance(parameter, nnx.Param):
             parameter.set_metadata(logical_axes=(stack, *parameter.get_metadata("logical_axes")))
-
-
-def _run_layers(
-    layer: Layers[RoutingSums | None],
-    scanned: bool,
-    x_MxLxD: jax.Array,
-    slots: Slots,
-    stacked: Stacked,
-) -> tuple[jax.Array, RoutingSums | None]:
-    """Returns x after all stacked layers, which run in a loop or one by one, and their sums,
-    stacked alike.
-    """
-    if scanned and stacked.num_layers > 1:
-        x_MxLxD, sums = jax.lax.scan(lambda x, element: layer(x, slots, element), x_MxLxD, stacked)
-        return x_MxLxD, sums
-    sums_of_layers = []
-    for element in stacked.one_by_one():
-        x_MxLxD, of_layer = layer(x_MxLxD, slots, element)
-        sums_of_layers.append(of_layer)
-    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *sums_of_layers)
-
-
-def _run_to_last(
-    layer: Layers[SharedKeys],
-    scanned: bool,
-    x_MxLxD: jax.Array,
-    slots: Slots,
-    stacked: Stacked,
-    nothing: SharedKeys,
-) -> tuple[jax.Array, SharedKeys]:
-    """Returns x after all stacked layers, and what the last one shares, in the form of
-    `nothing`.
-    """
-    if scanned and stacked.num_layers > 1:
-
-        def run(
-            carried: tuple[jax.Array, SharedKeys], element: Stacked
-        ) -> tuple[tuple[jax.Array, SharedKeys], None]:
-            return layer(carried[0], slots, element), None
-
-        (x_MxLxD, nothing), _ = jax.lax.scan(run, (x_MxLxD, nothing), stacked)
-        return x_MxLxD, nothing
-    for element in stacked.one_by_one():
-        x_MxLxD, nothing = layer(x_MxLxD, slots, element)
-    return x_MxLxD, nothing

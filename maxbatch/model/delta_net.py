@@ -18,12 +18,13 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES
-from maxbatch.model.cache import Cache, StateCache
+from maxbatch.model.cache import NewTokens, StateCache
 from maxbatch.model.delta_rule import CHUNK_TOKENS, causal_convolution, gated_delta_rule
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope
+from maxbatch.model.segments import Slots
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
@@ -65,15 +66,25 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self,
         x_MxLxD: jax.Array,
-        segments_MxL: jax.Array,
+        tokens: Slots | NewTokens,
         rope: Rope | None,
         is_local: jax.Array | bool = False,
-    ) -> jax.Array:
-        """Returns the values that tokens read from their documents' states, projected, [M, L, D],
-        in x's dtype.
+    ) -> tuple[jax.Array, StateCache | None]:
+        """Returns the values that tokens read from their documents' states, projected, [M, L, D] in
+        x's dtype, and the cache with new tokens in it; see `Attention`.
         """
         del rope, is_local
-        projected = self._whole(self._projected(x_MxLxD))
+        projected = self._projected(x_MxLxD)
+        if isinstance(tokens, NewTokens):
+            read_MxLxHxv, cache = self._read_with_cache(projected, tokens)
+            return self._joined(read_MxLxHxv, projected.gate_MxLxHxv), cache
+        projected = self._whole(projected)
+        read_MxLxHxv = self._read(projected, tokens.segments_MxL)
+        joined_MxLxD = self._joined(read_MxLxHxv, projected.gate_MxLxHxv)
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept), None
+
+    def _read(self, projected: _Projected, segments_MxL: jax.Array) -> jax.Array:
+        """Returns the values that the tokens of whole rows read, [M, L, H, v]."""
         q, k, v = (
             jax.nn.silu(causal_convolution(x, kernel, segments_MxL))
             for x, kernel in zip(projected[:3], self._kernels, strict=True)
@@ -81,26 +92,19 @@ class GatedDeltaNet(nnx.Module):
         read_MxLxHxv, _ = gated_delta_rule(
             q, k, v, projected.log_decay_MxLxH, projected.rate_MxLxH, segments_MxL, CHUNK_TOKENS
         )
-        joined_MxLxD = self._joined(read_MxLxHxv, projected.gate_MxLxHxv)
-        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept)
+        return read_MxLxHxv
 
-    def with_cache(
-        self,
-        x_BxTxD: jax.Array,
-        positions_BxT: jax.Array,
-        rope: Rope | None,
-        cache: Cache | StateCache,
-        layer: jax.Array | int,
-        is_local: jax.Array | bool = False,
+    def _read_with_cache(
+        self, projected: _Projected, tokens: NewTokens
     ) -> tuple[jax.Array, StateCache]:
-        """Returns the values that T more tokens of each row read, projected, [B, T, D], and the
-        cache with these tokens; see `Attention`.
+        """Returns the values that T more tokens of each row read, [B, T, H, v], and the cache with
+        these tokens.
 
         Tokens at `cache.ends_B` and behind leave the states of their rows as they are.
         """
-        del rope, is_local
+        positions_BxT, cache, layer = tokens
         assert isinstance(cache, StateCache), "layers of the gated delta rule have states"
-        projected, before = self._projected(x_BxTxD), cache.layer(layer)
+        before = cache.layer(layer)
         ones_BxT = jnp.ones(positions_BxT.shape, jnp.int32)
         log_decay_BxTxH, rate_BxTxH = projected.log_decay_MxLxH, projected.rate_MxLxH
         if cache.ends_B is not None:
@@ -116,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
             q, k, v, log_decay_BxTxH, rate_BxTxH, ones_BxT, CHUNK_TOKENS, before.states_NxBxHxkxv
         )
         cache = cache.write(layer, positions_BxT, state_BxHxkxv, projected[:3])
-        return self._joined(read_BxTxHxv, projected.gate_MxLxHxv), cache
+        return read_BxTxHxv, cache
 
     def empty_cache(
         self, num_layers: int, num_rows: int, dtype: jax.typing.DTypeLike, ends_B: jax.Array | None

@@ -21,13 +21,14 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, implementation_on
-from maxbatch.model.cache import Cache, StateCache
+from maxbatch.model.cache import Cache, NewTokens
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Adapted, features_last, product
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import ScoreRules
+from maxbatch.model.segments import Slots
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
@@ -56,12 +57,24 @@ class LatentAttention(nnx.Module):
     def __call__(
         self,
         x_MxLxD: jax.Array,
-        segments_MxL: jax.Array,
+        tokens: Slots | NewTokens,
         rope: Rope | None,
         is_local: jax.Array | bool = False,
-    ) -> jax.Array:
-        """Returns the attention output, [M, L, D], in x's dtype."""
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns the attention output, [M, L, D] in x's dtype, and the cache with new tokens in
+        it; see `Attention`.
+        """
         del is_local
+        if isinstance(tokens, NewTokens):
+            attended_MxLxHxv, cache = self._attended_with_cache(x_MxLxD, tokens, rope)
+            return self._joined(attended_MxLxHxv), cache
+        joined_MxLxD = self._joined(self._attended(x_MxLxD, tokens.segments_MxL, rope))
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept), None
+
+    def _attended(
+        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None
+    ) -> jax.Array:
+        """Returns the values that the heads of whole rows attend to, [M, L, H, v]."""
         q_MxLxHxn, q_MxLxHxr = self._queries(x_MxLxD, rope)
         latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
         up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh", self.quantization)
@@ -73,30 +86,20 @@ class LatentAttention(nnx.Module):
         q_MxLxHxh = jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1)
         k_MxLxHxh = jnp.concatenate([k_MxLxHxn, k_MxLxHxr], axis=-1)
         scores = self.scores._replace(implementation=self.implementation)
-        attended_MxLxHxv = attend(
-            q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain
-        )
-        joined_MxLxD = self._joined(attended_MxLxHxv)
-        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
+        return attend(q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain)
 
-    def with_cache(
-        self,
-        x_BxTxD: jax.Array,
-        positions_BxT: jax.Array,
-        rope: Rope | None,
-        cache: Cache | StateCache,
-        layer: jax.Array | int,
-        is_local: jax.Array | bool = False,
+    def _attended_with_cache(
+        self, x_BxTxD: jax.Array, tokens: NewTokens, rope: Rope | None
     ) -> tuple[jax.Array, Cache]:
-        """Returns the attention output of T more tokens of each row, and the cache with them; see
-        `Attention`.
+        """Returns the values that the heads of T more tokens of each row attend to, and the cache
+        with the tokens in it.
 
         Queries are turned into the space of the latents, so all heads read the same slots: [latent,
         rotated] are the keys, the latent alone the values. No head's own keys and values are made.
         In 8 bits latents and their matrix are rounded as for the product that makes keys and
         values, so both ways give the same.
         """
-        del is_local
+        positions_BxT, cache, layer = tokens
         assert isinstance(cache, Cache), "attention has slots"
         q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
         latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
@@ -119,7 +122,7 @@ class LatentAttention(nnx.Module):
         attended_BxTxHxc = attend_to_cache(
             q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores
         )
-        return self._joined(product(attended_BxTxHxc, v_cxHxv, "btnc,cnh->btnh")), cache
+        return product(attended_BxTxHxc, v_cxHxv, "btnc,cnh->btnh"), cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

@@ -13,13 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.sections import ModelConfig
-from maxbatch.families.matrices import (
-    Parameter,
-    ParameterPath,
-    norms_add_one,
-    parameters,
-    weight_factor,
-)
+from maxbatch.families.matrices import norms_add_one, parameters, shape_of, weight_factor
+from maxbatch.families.parameter import Parameter, ParameterPath
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.plan.partition import PARAMETER_RULES, WHOLE
 
@@ -141,7 +136,7 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
     to 1 / sqrt(width), and the logarithms of decays are those of uniform numbers (Yang et al.
     2024).
     """
-    shape = row.shape(config)
+    shape = shape_of(row, config)
     factor, dtype = (
         weight_factor(config, row.path),
         jnp.float32 if row.is_float32 else config.weight_dtype,

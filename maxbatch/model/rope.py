@@ -56,13 +56,9 @@ class RopeKeys:
         }
         keys = cls(**keys_of_config, global_head_dim=global_head_dim(config))
         family = FAMILIES[config.decoder_block]
-        if family.has_global_heads:
+        if family.attention.has_global_heads:
             return keys
-        head_dim = (
-            config.qk_rope_head_dim
-            if family.has_latents
-            else int(config.head_dim * keys.partial_rotary_factor)
-        )
+        head_dim = family.attention.rotated(config)
         return dataclasses.replace(
             keys, head_dim=head_dim, global_head_dim=head_dim, partial_rotary_factor=1.0
         )

@@ -1,12 +1,22 @@
-"""The places of tokens in the documents of packed rows.
+"""The documents of packed rows, and the places of tokens in them.
 
 Shapes: M micro-batch, L length.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Slots(NamedTuple):
+    """The slots of rows, as layers see them."""
+
+    segments_MxL: jax.Array  # int32: the document of each token, 0 for padding
+    # uint32: of the row and the place in it; None in a model without experts
+    hashes_MxL: jax.Array | None = None
 
 
 def places_in_segments(segments_MxL: jax.Array) -> jax.Array:

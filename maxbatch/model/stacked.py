@@ -34,6 +34,8 @@ class Stacked(NamedTuple):
     # What layers take besides the stream (`LayerInputs`): [N, places of a cycle, M, L, P]; None in
     # most families.
     inputs: Any = None
+    # The number of each in the caches, or of those that it reads: int[N]; None for whole rows.
+    in_cache: Any = None
 
     @property
     def num_layers(self) -> int:
@@ -54,8 +56,15 @@ class Stacked(NamedTuple):
         parameters = [jax.tree.unflatten(treedef, leaves) for leaves in zip(*split, strict=True)]
         numbers = [None] * num_layers if self.number is None else self.number
         inputs = [None] * num_layers if self.inputs is None else self.inputs
+        in_cache = [None] * num_layers if self.in_cache is None else self.in_cache
         return [
-            Stacked(parameters_of_layer, self._is_local(layer), numbers[layer], inputs[layer])
+            Stacked(
+                parameters_of_layer,
+                self._is_local(layer),
+                numbers[layer],
+                inputs[layer],
+                in_cache[layer],
+            )
             for layer, parameters_of_layer in enumerate(parameters)
         ]
 

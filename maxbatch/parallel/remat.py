@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 from maxbatch.families.matrices import MATRICES
+from maxbatch.parallel.trees import Tree
 
 Output = TypeVar("Output")
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage
@@ -77,7 +78,8 @@ class Remat:
 def checkpointed(
     layer: Callable[..., Output], remat: Remat, in_loop: bool
 ) -> Callable[..., Output]:
-    """Returns a layer, whose first argument is its input, that keeps the tensors of `remat`.
+    """Returns a layer that keeps the tensors of `remat`. Its first argument is its input: an array,
+    or a tree of which the layer computes nothing else.
 
     In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier
     prevents that, behind which everything kept is copied.
@@ -85,8 +87,8 @@ def checkpointed(
     if remat.keeps_all:
         return layer
 
-    def named(x_MxLxD: jax.Array, *others: object) -> Output:
-        return layer(remat.entering(x_MxLxD), *others)
+    def named(entering: Tree, *others: object) -> Output:
+        return layer(jax.tree.map(remat.entering, entering), *others)
 
     run = named if INPUT in remat.on_host else layer
     checkpointed: Callable[..., Output] = jax.checkpoint(

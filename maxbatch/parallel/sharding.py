@@ -17,10 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.families.matrices import LAYERS
+from maxbatch.families.parameter import LAYERS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.plan.partition import OVER_TENSOR, WHOLE, partition
+from maxbatch.plan.partition import OVER_TENSOR, SUMMED, WHOLE, partition
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -32,7 +32,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     # of rows that are not split, so that the columns of their table need not move
     "layer_input": "fsdp",
     **dict.fromkeys(OVER_TENSOR, "tensor"),
-    **dict.fromkeys((*WHOLE, "embed", "q_lora", "kv_lora"), None),
+    **dict.fromkeys((*WHOLE, *SUMMED), None),
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import Number, plain_number
-from maxbatch.families.matrices import LAYERS, Parameter, parameters
+from maxbatch.families.matrices import parameters, shape_of, size_of
+from maxbatch.families.parameter import LAYERS, Parameter
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.partition import partition
 
@@ -57,6 +58,6 @@ class ExpertGroups(NamedTuple):
 
 def _of_device(row: Parameter, model: ModelConfig, sizes: Mapping[str, int]) -> int:
     """Returns the values of a parameter of experts, over all layers, that a device holds."""
-    names, shape = (LAYERS, *row.axes), (sizes["pipeline"], *row.shape(model))
+    names, shape = (LAYERS, *row.axes), (sizes["pipeline"], *shape_of(row, model))
     split = partition(names, shape, sizes)
-    return row.size(model) // math.prod(sizes[axis] for axes in split for axis in axes)
+    return size_of(row, model) // math.prod(sizes[axis] for axes in split for axis in axes)

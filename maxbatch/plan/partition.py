@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from maxbatch.families.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
+from maxbatch.families.family import ATTENTION_FORMS
+from maxbatch.families.matrices import NORMS
+from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
 
 # Dimensions that the tensor axis splits, of parameters and activations alike.
 OVER_TENSOR = (
@@ -20,42 +22,34 @@ OVER_TENSOR = (
     "heads",
     "kv_heads",
     "global_kv_heads",
-    "delta_key_heads",
-    "delta_heads",
     "mlp",
     "kv_shared_mlp",
     "shared_mlp",
     "moe_mlp",
     "gated_input",
+    *(axis for form in ATTENTION_FORMS for axis in form.over_tensor),
 )
 # Dimensions that no axis splits, of parameters and activations alike.
 WHOLE = (
     "head_dim",
     "global_head_dim",
-    "qk_dim",
-    "v_dim",
-    "key_and_value",
-    "q_latent",
-    "latent_and_key",
-    "delta_key_dim",
-    "delta_value_dim",
-    "convolution",
     "shared_gate",
-    "decay_heads",
     "layer",
     "input_layers",
     "position",
     "router",
+    *(axis for form in ATTENTION_FORMS for axis in form.whole),
 )
-_NORMS = ("norm", "q_norm", "kv_norm", "delta_norm", "input_norm")
+# Dimensions that are split as the width of the stream: a product sums over them.
+SUMMED = ("embed", *(axis for form in ATTENTION_FORMS for axis in form.summed))
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     LAYERS: ("pipeline",),
     "experts": ("expert",),
     "layer_input": ("fsdp", "tensor"),
-    **dict.fromkeys(("embed", "q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
+    **dict.fromkeys(SUMMED, ("fsdp", "expert", "pipeline")),
     **dict.fromkeys(OVER_TENSOR, ("tensor",)),
-    **dict.fromkeys((*WHOLE, *_NORMS, "rank"), ()),
+    **dict.fromkeys((*WHOLE, *NORMS, "rank"), ()),
     **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
 }
 

@@ -25,14 +25,11 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
     size.
     """
     head_dim = max(*attention_widths(model, is_local=True), *attention_widths(model))
-    cap, of_head = (
-        model.attn_logits_soft_cap,
-        "head_dim" if head_dim == model.head_dim else "2 x head_dim",
-    )
-    if FAMILIES[model.decoder_block].has_latents:
-        of_head = "qk_nope_head_dim + qk_rope_head_dim"
+    cap, of_head = model.attn_logits_soft_cap, FAMILIES[model.decoder_block].attention.head_width
+    if of_head == "head_dim" and head_dim != model.head_dim:
+        of_head = "2 x head_dim"
     no_sinks = (
-        not FAMILIES[model.decoder_block].has_sinks,
+        not FAMILIES[model.decoder_block].attention.has_sinks,
         f"have no sinks, and decoder_block={model.decoder_block}",
     )
     block = f"{LANES} x {context} context shards" if context > 1 else LANES

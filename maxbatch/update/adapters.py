@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.families.matrices import MATRICES, STACKS, ParameterPath, of_experts
+from maxbatch.families.matrices import MATRICES, of_experts
+from maxbatch.families.parameter import STACKS, ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.model.products import Adapted
 from maxbatch.parallel.trees import KeyPath, State

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import TokenRows
-from maxbatch.families.matrices import LAYERS
+from maxbatch.families.parameter import LAYERS
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.model.loss import loss_sums_of

@@ -24,7 +24,7 @@ from maxbatch.parallel.trees import State, Tree
 
 @dataclasses.dataclass(eq=False)  # arrays cannot be compared; flax compares identity
 class SummingLayers:
-    """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per
+    """A layer runner (`maxbatch.model.walk.LayerRunner`) that loops over the layers, once per
     gradient.
 
     The gradient with respect to `sums` is the sums plus the gradients of the parameters, which

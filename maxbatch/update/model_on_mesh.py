@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import MeshConfig
-from maxbatch.model.decoder import LayerRunner
 from maxbatch.model.eight_bits import check_platform
 from maxbatch.model.loss import token_logprobs
+from maxbatch.model.walk import LayerRunner
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.parallel.trees import State

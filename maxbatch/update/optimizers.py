@@ -19,7 +19,8 @@ import optax.contrib
 
 from maxbatch.config.combined import ModelOptimizerConfig
 from maxbatch.config.values import in_brackets
-from maxbatch.families.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, MATRICES
+from maxbatch.families.matrices import MATRICES
+from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError

@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import DecoderConfig, UpdateConfig
-from maxbatch.families.matrices import LAYERS
-from maxbatch.model.decoder import Decoder, LayerRunner
+from maxbatch.families.parameter import LAYERS
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.walk import LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError

@@ -11,6 +11,7 @@ from flax import nnx
 
 from maxbatch.config.loading import load_config
 from maxbatch.families.cycle import LayerForm, cycle_of, local_layers
+from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import num_sparse_layers, num_stacked
 from maxbatch.model import scores
 from maxbatch.model.decoder import Decoder
@@ -47,11 +48,12 @@ def test_a_cycle_is_as_long_as_the_periods_of_all_keys_together() -> None:
         overrides=[*LLAMA4, "interleave_moe_layer_step=3", "base_num_decoder_layers=24"]
     ).model
     assert len(cycle_of(model)) == 12 and (num_stacked(model), num_sparse_layers(model)) == (2, 8)
+    attention = FAMILIES["llama4"].attention
     assert cycle_of(model)[:4] == (
-        LayerForm(False, True),
-        LayerForm(False, True),
-        LayerForm(True, True),
-        LayerForm(False, False, has_rope=False),
+        LayerForm(attention, False, True),
+        LayerForm(attention, False, True),
+        LayerForm(attention, True, True),
+        LayerForm(attention, False, False, has_rope=False),
     )
     assert local_layers(model, 24) == (True, True, True, False) * 6
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.families.matrices import active_model_size, model_size, parameters
+from maxbatch.families.matrices import active_model_size, active_size_of, model_size, parameters
 from maxbatch.model import delta_net
 from maxbatch.model.cache import StateCache
 from maxbatch.model.decoder import Decoder
@@ -96,6 +96,6 @@ def test_parameters_and_flops_are_those_of_qwen3_next_80b_a3b() -> None:
     lookup = 151936 * 2048
     assert round((active_model_size(config) - 2 * lookup) / 1e9, 1) == 3.3
     multiplying = (row for row in parameters(config) if row.inputs or row.is_convolution)
-    matrices = sum(row.active_size(config) for row in multiplying) - lookup
+    matrices = sum(active_size_of(row, config) for row in multiplying) - lookup
     states, attention = 36 * 24 * 32 * 128 * 128, 12 * 6 * config.max_target_length * 16 * 256
     assert model_flops_per_token(config) == 6 * matrices + states + attention

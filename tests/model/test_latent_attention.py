@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.families.matrices import active_model_size, parameters
+from maxbatch.families.matrices import active_model_size, parameters, size_of
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.update.adapters import Adapters
@@ -86,7 +86,7 @@ def test_parameters_that_a_token_meets_and_flops_are_those_of_deepseek_v3() -> N
     assert round(active_model_size(config) / 1e9, 1) == 37.6
     attention = 3 * 61 * 4096 * 128 * (192 + 128)
     lookup = 129280 * 7168
-    vectors = sum(row.size(config) for row in parameters(config) if not row.inputs)
+    vectors = sum(size_of(row, config) for row in parameters(config) if not row.inputs)
     matrices = active_model_size(config) - lookup - vectors
     assert model_flops_per_token(config) == 6 * matrices + attention
 

@@ -12,8 +12,9 @@ from flax import nnx
 from maxbatch import load_config
 from maxbatch.families.cycle import cycle_of
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import num_stacked, parameters
-from maxbatch.model.decoder import Decoder, DecoderLayer
+from maxbatch.families.matrices import num_stacked, parameters, shape_of
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.layer import DecoderLayer
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.sharding import unconstrained
 from maxbatch.update.state import abstract_model
@@ -69,12 +70,16 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
         if "interleave_moe_layer_step" in record.own_keys
         else ()
     )
-    if record.has_delta_rule:
+    if "gdn_num_key_heads" in record.own_keys:
         own += ("inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4", *DELTA_RULE)
     if record.weighs_inputs:
         own += ("routed_score_func=sigmoid", "norm_topk_prob=false", "shared_experts=1")
-    forms = FORMS_OF_GLOBAL_HEADS if record.has_global_heads else FORMS_OF_EXPERTS
-    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else forms)[form], *own)
+    forms = FORMS_OF_GLOBAL_HEADS if record.attention.has_global_heads else FORMS_OF_EXPERTS
+    return (
+        *EXPERTS,
+        *(FORMS_OF_LATENTS if "kv_lora_rank" in record.own_keys else forms)[form],
+        *own,
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,7 +96,7 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
     expected = {}
     for row in parameters(model):
         stack = [(row.path[0], num_stacked(model, row.path[0]))] if row.is_stacked else []
-        axes = [*stack, *zip(row.axes, row.shape(model), strict=True)]
+        axes = [*stack, *zip(row.axes, shape_of(row, model), strict=True)]
         expected[row.path] = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert found == expected
 

@@ -12,9 +12,10 @@ from flax import nnx
 
 from maxbatch.config.sections import KEYS
 from maxbatch.families.cycle import LayerForm
-from maxbatch.model.decoder import DecoderLayer
-from maxbatch.model.experts.routing import Slots
+from maxbatch.families.forms.attention import GROUPED
+from maxbatch.model.layer import Beside, DecoderLayer
 from maxbatch.model.rope import frequencies_of, rope_tables
+from maxbatch.model.segments import Slots
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.tiny import tiny_config
@@ -24,7 +25,7 @@ from tests.helpers.tiny import tiny_config
 def kept_values(policy: str, *overrides: str) -> int:
     """Returns how many numbers of its tokens a layer keeps besides its input."""
     config = tiny_config(f"remat_policy={policy}", *overrides)
-    dense = LayerForm(has_experts=False)
+    dense = LayerForm(GROUPED, has_experts=False)
     one = DecoderLayer(config, "layers", dense, rngs=nnx.Rngs(0), constrain=unconstrained)
     graphdef, parameters = nnx.split(one, nnx.Param)
     length = config.max_target_length
@@ -32,8 +33,10 @@ def kept_values(policy: str, *overrides: str) -> int:
     x_MxLxD = jnp.ones((2, length, config.base_emb_dim), config.dtype)
     segments_MxL = jnp.ones((2, length), jnp.int32)
 
+    beside = Beside(is_local=False, number=None, input_MxLxP=None)
+
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, parameters)(x_MxLxD, Slots(segments_MxL), rope, False)[0]
+        return nnx.merge(graphdef, parameters)(x_MxLxD, Slots(segments_MxL), rope, beside).x_MxLxD
 
     _, backward = jax.vjp(
         checkpointed(layer, Remat.of(config.remat), in_loop=False), parameters, x_MxLxD

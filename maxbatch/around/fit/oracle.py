@@ -29,7 +29,8 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.families.cycle import cycle_of
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
+from maxbatch.families.matrices import MATRICES, moe_mlp_dim, parameters, shape_of
+from maxbatch.families.parameter import LAYERS
 from maxbatch.parallel.remat import CONTEXT, INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.run.compile.compiler import Shortage
@@ -154,7 +155,7 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     rows = [row for row in parameters(model) if row.kept]
     sizes = dict.fromkeys(REMAT_TENSORS, 0)
     for row in (row for row in rows if row.path[0] == LAYERS):
-        outputs = math.prod(row.shape(model)[axis] for axis in row.groups[1])
+        outputs = math.prod(shape_of(row, model)[axis] for axis in row.groups[1])
         sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
     of_experts, cycle = model.num_experts_per_tok * moe_mlp_dim(model), cycle_of(model)
     is_beside = FAMILIES[model.decoder_block].has_experts_beside_mlp

@@ -17,7 +17,7 @@ import numpy as np
 from maxbatch.around.huggingface.export.model import new_folder
 from maxbatch.around.maxtext.checkpoints.names import LAYER_AXIS, Place, places_of
 from maxbatch.config.values import shown_path
-from maxbatch.families.matrices import ParameterPath
+from maxbatch.families.parameter import ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.run.weights.parameters import OpenedModel, read_model

@@ -25,7 +25,8 @@ from numpy.typing import ArrayLike
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.tokenizers.tokenizer import Tokenizer
-from maxbatch.families.matrices import NORMS, STACKS
+from maxbatch.families.matrices import NORMS
+from maxbatch.families.parameter import STACKS
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.eight_bits import check_platform

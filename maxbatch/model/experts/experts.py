@@ -24,12 +24,13 @@ from maxbatch.families.matrices import MATRICES
 from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, without_values
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed
-from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
+from maxbatch.model.experts.routing import Routes, RoutingSums, choose, within_rows
 from maxbatch.model.experts.travel import Compute, sum_over_axis
 from maxbatch.model.mlp import ACTIVATIONS, Activation
 from maxbatch.model.norms import of_unit_size
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Weight, product
+from maxbatch.model.segments import Slots
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, num_shards
 

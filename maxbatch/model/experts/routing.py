@@ -17,20 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.config.sections import ModelConfig
+from maxbatch.model.segments import Slots
 from maxbatch.system.hashing import carry, limb_sums, mixed, row_hashes
 
 _LAYER, _EXPERT = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
 _LANES = np.uint32(0x2545F491), np.uint32(0x8F1BBCDC)
 _BYTE = np.uint32(0xFF)
 _LEAST = 1e-20
-
-
-class Slots(NamedTuple):
-    """The slots of rows, as layers see them."""
-
-    segments_MxL: jax.Array  # int32: the document of each token, 0 for padding
-    # uint32: of the row and the place in it; None in a model without experts
-    hashes_MxL: jax.Array | None = None
 
 
 class RoutingSums(NamedTuple):

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from maxbatch.model.experts.experts import Experts
-from maxbatch.model.experts.routing import Slots, choose, slot_hashes
+from maxbatch.model.experts.routing import choose, slot_hashes
+from maxbatch.model.segments import Slots
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.configs import config_of
 

@@ -15,15 +15,14 @@ from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES, Family
 from maxbatch.families.matrices import (
-    DENSE_LAYERS,
-    Parameter,
-    ParameterPath,
     axis_sizes,
     first_layer,
     possible_parameters,
+    shape_of,
     weight_factor,
     weight_offset,
 )
+from maxbatch.families.parameter import DENSE_LAYERS, Parameter, ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
@@ -240,7 +239,7 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
 
     def rows_of_head(path: ParameterPath) -> int:
         layout, row = layouts[path], rows[path]
-        size = layout.shape(row.shape(model)[row.per_expert and not layout.has_experts :])[
+        size = layout.shape(shape_of(row, model)[row.per_expert and not layout.has_experts :])[
             layout.joined_axis
         ]
         return size // layout.heads

@@ -13,7 +13,7 @@ from maxbatch.around.huggingface.arrays.tensors import TensorPlace, parameter_pl
 from maxbatch.around.huggingface.folder.config_json import CONFIG_FILE
 from maxbatch.around.huggingface.folder.files import is_exported, model_files
 from maxbatch.config.combined import DecoderConfig, StreamConfig
-from maxbatch.families.matrices import ParameterPath
+from maxbatch.families.parameter import ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.run.folder.json_file import write_json

@@ -138,12 +138,13 @@ def _read_head_dim(width: int | None, model: StatedModel) -> int:
 
 
 def _write_head_dim(width: int, config: DecoderConfig) -> int:
-    return config.qk_rope_head_dim if _family(config).has_latents else width
+    return config.qk_rope_head_dim if "qk_rope_head_dim" in _family(config).own_keys else width
 
 
 def _write_kv_heads(heads: int, config: DecoderConfig) -> int:
-    # latents make a key of each head
-    return config.base_num_query_heads if _family(config).has_latents else heads
+    # a form that does not group heads makes a key of each
+    groups = _family(config).attention.groups_heads
+    return heads if groups else config.base_num_query_heads
 
 
 def _read_mlp_dim(width: int | None, model: StatedModel) -> int:
@@ -408,13 +409,18 @@ FORMS = (
         is_in_config=lambda config: config.num_experts > 1,
     ),
     Form(
-        lambda family: family.has_global_heads,
+        lambda family: family.attention.has_global_heads,
         GLOBAL_HEADS,
         read_global_heads,
         write_global_heads,
     ),
-    Form(lambda family: family.has_latents, LATENTS, read_latents, write_latents),
-    Form(lambda family: family.has_delta_rule, DELTA_RULE, read_delta_rule, write_delta_rule),
+    Form(lambda family: "kv_lora_rank" in family.own_keys, LATENTS, read_latents, write_latents),
+    Form(
+        lambda family: "gdn_num_key_heads" in family.own_keys,
+        DELTA_RULE,
+        read_delta_rule,
+        write_delta_rule,
+    ),
     Form(_always, read=read_windows, write=write_windows),
     Form(lambda family: CHUNK in family.defaults, CHUNKS, read_chunks, write_chunks),
     Form(lambda family: family.has_rope, read=read_rope, write=write_rope),

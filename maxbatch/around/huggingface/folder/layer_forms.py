@@ -27,7 +27,8 @@ def read_windows(model: StatedModel) -> dict[str, object]:
     window = model.get("sliding_window")
     if "use_sliding_window" in model.fields and not model["use_sliding_window"]:
         window = None
-    types = _layer_types(model) if window and not model.family.has_delta_rule else [GLOBAL]
+    has_windows = all(form.has_windows for form in model.family.attention_forms)
+    types = _layer_types(model) if window and has_windows else [GLOBAL]
     if LOCAL not in types:
         return {"attention_type": GLOBAL, "sliding_window_size": 0}
     return {"attention_type": ",".join(_shortest_cycle(types)), "sliding_window_size": window}
@@ -90,7 +91,7 @@ def read_global_heads(model: StatedModel) -> dict[str, object]:
     family, types = model.family, _layer_types(model)
     required: dict[str, object] = {
         INPUT_WIDTH: family.layer_input_width,
-        "attention_k_eq_v": family.shares_kv_projections,
+        "attention_k_eq_v": family.attention.shares_kv_projections,
     }
     if family.layer_input_width:
         required["vocab_size_per_layer_input"] = model["vocab_size"]
@@ -106,7 +107,9 @@ def read_global_heads(model: StatedModel) -> dict[str, object]:
         raise model.refused("layer_types: the last layer must be full_attention")
 
     head_dim = model["global_head_dim"]
-    kv_heads = model.get("num_global_key_value_heads") if family.shares_kv_projections else None
+    kv_heads = (
+        model.get("num_global_key_value_heads") if family.attention.shares_kv_projections else None
+    )
     if model.get("per_layer_config") is not None:
         head_dim, kv_heads = _heads_layer_by_layer(model, types)
     if head_dim != 2 * model["head_dim"]:
@@ -145,7 +148,7 @@ def write_global_heads(config: DecoderConfig, family: Family) -> Json:
     return {
         "global_head_dim": global_head_dim(config),
         "num_global_key_value_heads": config.global_num_kv_heads or config.base_num_kv_heads,
-        "attention_k_eq_v": family.shares_kv_projections,
+        "attention_k_eq_v": family.attention.shares_kv_projections,
         "enable_moe_block": config.num_experts > 1,
         INPUT_WIDTH: family.layer_input_width,
         "vocab_size_per_layer_input": config.vocab_size,

@@ -30,8 +30,6 @@ _KEPT = (
 )
 # Defaults where a family lacks them.
 _ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type", "rope_truncate")
-# Latents have their own widths of keys and values.
-_UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
 
 
 def model_keys(fields: Json, where: str) -> dict[str, str]:
@@ -112,13 +110,12 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
             ours, value = (
                 base if base > 0 else config.rope_max_timescale for base in (ours, value)
             )
-        if family.has_latents:
-            if key in _UNREAD_BY_LATENTS or (key == "mscale" and config.rope_type != "yarn"):
-                continue
-            if key in ("n_routing_groups", "topk_routing_group") and config.n_routing_groups <= 1:
-                continue
-            if key == "topk_routing_group" and ours == -1:
-                ours = config.n_routing_groups
+        if key in family.attention.unread or (key == "mscale" and config.rope_type != "yarn"):
+            continue
+        if key in ("n_routing_groups", "topk_routing_group") and config.n_routing_groups <= 1:
+            continue
+        if key == "topk_routing_group" and ours == -1:
+            ours = config.n_routing_groups
         if key in ("base_moe_mlp_dim", "base_mlp_dim") and family.has_experts:
             continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not has_windows:

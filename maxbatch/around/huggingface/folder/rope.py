@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from maxbatch.around.huggingface.folder.stated_model import StatedModel
+from maxbatch.around.huggingface.folder.stated_model import StatedModel, states_rotated_part
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.values import shown
 from maxbatch.families.family import Family, Json
@@ -27,7 +27,7 @@ ROPE_TYPES = {
 def read_rope(model: StatedModel) -> dict[str, object]:
     """Returns the keys of RoPE, by `rope_parameters` or by the fields of transformers 4."""
     family = model.family
-    if family.has_global_heads:
+    if family.attention.has_global_heads:
         return _read_rope_of_global_heads(model)
 
     rope = dict(model.get("rope_parameters") or {})
@@ -49,14 +49,14 @@ def read_rope(model: StatedModel) -> dict[str, object]:
     if kind not in ROPE_TYPES:
         works = ", ".join(ROPE_TYPES)
         raise model.refused(f"rope_type={shown(str(kind))} is not supported; works: one of {works}")
-    fixed: dict[str, object] = {} if family.has_delta_rule else {"partial_rotary_factor": 1}
-    fixed |= {} if family.has_latents else {"mscale": None}
+    fixed: dict[str, object] = {} if states_rotated_part(family) else {"partial_rotary_factor": 1}
+    fixed |= {} if "mscale" in family.own_keys else {"mscale": None}
     for field, only in fixed.items():
         if rope.get(field, only) not in (only, None):
             raise model.refused(f"{field}={shown(str(rope[field]))} is not supported")
 
     keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
-    if family.has_delta_rule:
+    if states_rotated_part(family):
         keys["partial_rotary_factor"] = rope.get(
             "partial_rotary_factor", model["partial_rotary_factor"]
         )
@@ -80,18 +80,18 @@ def read_rope(model: StatedModel) -> dict[str, object]:
         }
     if kind == "yarn":
         keys |= _read_yarn(rope)
-    if family.has_latents:
+    if "mscale" in family.own_keys:
         keys |= _read_scales_of_latents(rope, kind == "yarn")
     return keys
 
 
 def write_rope(config: DecoderConfig, family: Family) -> Json:
     """Returns the fields of RoPE, in the form of transformers 4."""
-    if family.has_global_heads:
+    if family.attention.has_global_heads:
         return _write_rope_of_global_heads(config)
 
     fields: Json = {"rope_theta": plain(config.rope_max_timescale), "rope_scaling": None}
-    if family.has_delta_rule:
+    if states_rotated_part(family):
         fields["partial_rotary_factor"] = config.partial_rotary_factor
     if "rope_local_base_freq" in family.defaults:
         fields["rope_local_base_freq"] = plain(_local_base(config))
@@ -127,7 +127,7 @@ def _write_yarn(config: DecoderConfig, family: Family) -> Json:
     scaling: Json = {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
     if not config.rope_truncate:
         scaling["truncate"] = False
-    if family.has_latents:
+    if "mscale" in family.own_keys:
         return scaling | _write_scales_of_latents(config)
     return scaling | _write_attention_factor(config)
 

@@ -20,12 +20,18 @@ def _nowhere(config: DecoderConfig, family: Family) -> bool:
     return False
 
 
-def _of_latents(config: DecoderConfig, family: Family) -> bool:
-    return family.has_latents
+def _of_groups(config: DecoderConfig, family: Family) -> bool:
+    """Returns whether the router may choose groups of experts first, as DeepSeek's."""
+    return "n_routing_groups" in family.own_keys
 
 
-def _of_latents_with_experts(config: DecoderConfig, family: Family) -> bool:
-    return family.has_latents and config.num_experts > 1
+def _of_groups_with_experts(config: DecoderConfig, family: Family) -> bool:
+    return _of_groups(config, family) and config.num_experts > 1
+
+
+def states_rotated_part(family: Family) -> bool:
+    """Returns whether a file states the part of a head that is rotated, beside its other fields."""
+    return "partial_rotary_factor" in family.defaults
 
 
 def _of_sparse_layers(config: DecoderConfig, family: Family) -> bool:
@@ -34,7 +40,7 @@ def _of_sparse_layers(config: DecoderConfig, family: Family) -> bool:
         family.has_experts
         and config.num_experts > 1
         and has_expert_width(family)
-        and not (family.has_latents or family.has_experts_beside_mlp)
+        and not ("first_num_dense_layers" in family.own_keys or family.has_experts_beside_mlp)
     )
 
 
@@ -51,17 +57,17 @@ FIXED_FIELDS = {
     "scale_attn_weights": FixedField((True, None)),
     "scale_attn_by_inverse_layer_idx": FixedField((False, None)),
     "add_cross_attention": FixedField((False, None)),
-    "partial_rotary_factor": FixedField((1, None)),  # the delta rule's families have a key for it
+    "partial_rotary_factor": FixedField((1, None)),  # unless the family has a key for it
     "quantization_config": FixedField((None,)),
     "decoder_sparse_step": FixedField((1, None), _of_sparse_layers),
     "mlp_only_layers": FixedField(([], None), _of_sparse_layers),
     "clip_qkv": FixedField((None,)),
     "swiglu_limit": FixedField((7.0, None)),
     "swiglu_alpha": FixedField((1.702, None)),
-    "scoring_func": FixedField(("sigmoid", None), _of_latents),
-    "topk_method": FixedField(("noaux_tc", None), _of_latents),
-    "moe_layer_freq": FixedField((1, None), _of_latents_with_experts),
-    "rope_interleave": FixedField((True, None), _of_latents),
+    "scoring_func": FixedField(("sigmoid", None), _of_groups),
+    "topk_method": FixedField(("noaux_tc", None), _of_groups),
+    "moe_layer_freq": FixedField((1, None), _of_groups_with_experts),
+    "rope_interleave": FixedField((True, None), _of_groups),
 }
 
 
@@ -144,7 +150,7 @@ def family_of(fields: Json, where: str) -> Family:
         )
     accepted = {field: fixed.values for field, fixed in FIXED_FIELDS.items()}
     accepted |= {field: (value,) for field, value in family.fixed.items()}
-    if family.has_delta_rule:
+    if states_rotated_part(family):
         del accepted["partial_rotary_factor"]
     for field, values in accepted.items():
         if field in fields and fields[field] not in values:

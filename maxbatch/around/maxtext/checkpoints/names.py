@@ -16,16 +16,13 @@ from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import (
-    DENSE_LAYERS,
-    LAYERS,
-    Parameter,
-    ParameterPath,
     first_layer,
     norms_add_one,
     num_stacked,
     possible_parameters,
     weight_factor,
 )
+from maxbatch.families.parameter import DENSE_LAYERS, LAYERS, Parameter, ParameterPath
 from maxbatch.system.errors import ConfigError
 
 LAYER_AXIS = 1  # of an array of scanned layers, MaxText's `param_scan_axis`

@@ -1,0 +1,160 @@
+"""What a form of attention states, and grouped-query attention, the form of most families."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from typing import Any, Literal
+
+from maxbatch.families.parameter import KV_SHARED_LAYERS, Axes, ModelKeys, Parameter
+
+
+class AttentionForm:
+    """A form of attention: how the tokens of a row read each other, or a state."""
+
+    layer = ""  # "module:Name" of the class that computes it
+    # The axes that only its parameters have, by what may split them: the tensor axis; nothing; what
+    # splits the width of the stream; nothing, and they are computed in float32.
+    over_tensor: Axes = ()
+    whole: Axes = ()
+    summed: Axes = ()
+    in_float32: Axes = ()
+    head_width = "head_dim"  # the width of a query, in a refusal
+    lacks: tuple[str, ...] = ()  # config keys that are refused beside it
+    unread: tuple[str, ...] = ()  # config keys that it does not read
+    has_windows = True
+    scales_queries = True  # whether a weight of queries may hold the scale of scores
+    groups_heads = True  # whether several heads of queries have one of keys
+    has_sinks = False
+    has_global_heads = False
+    shares_kv_projections = False
+
+    def rows(self, name: str, is_local: bool | None) -> tuple[Parameter, ...]:
+        """Returns the parameters of one layer's attention, whose paths begin with `name`."""
+        raise NotImplementedError
+
+    def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
+        """Returns the sizes of the axes that only its parameters have."""
+        del model
+        return {}
+
+    def widths(self, model: ModelKeys, is_local: bool) -> tuple[int, int]:
+        """Returns the width of a head's query and key, and the width of its value."""
+        raise NotImplementedError
+
+    def rotated(self, model: ModelKeys) -> int:
+        """Returns the columns of a head that rotary embeddings turn."""
+        return int(model.head_dim * model.partial_rotary_factor)
+
+    def state_operations(self, model: ModelKeys) -> int | None:
+        """Returns the floating-point operations of training per token that one layer has with a
+        state; None: its tokens read each other, and the operations depend on the row.
+        """
+        del model
+        return None
+
+    def summed_heads(self, model: ModelKeys) -> tuple[str, int, int]:
+        """Returns the key that states the number of heads that a product sums over, their width,
+        and what the number is a multiple of.
+        """
+        raise NotImplementedError
+
+    def check(self, config: ModelKeys) -> None:
+        """Raises ConfigError for numbers of its keys that exclude each other."""
+        del config
+
+    def small_keys(self, config: ModelKeys, heads: int, head_dim: int) -> dict[str, Any]:
+        """Returns values of its own keys for a tiny model with heads of a width."""
+        del config, heads, head_dim
+        return {}
+
+    def layer_class(self) -> Any:
+        """Imports the class that computes it."""
+        module, _, name = self.layer.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedAttention(AttentionForm):
+    """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), full or
+    within windows or chunks.
+    """
+
+    layer = "maxbatch.model.attention:Attention"
+    # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a
+    # scale.
+    qk_norm_over: Literal["head", "heads", "rotated"] = "head"
+    # RoPE turns neighbouring columns of a head, not columns of its two halves
+    rotates_neighbours: bool = False
+    has_out_bias: bool = False  # whatever attention_out_bias says
+    has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
+    # its output is multiplied by a sigmoid of the stream, head by head
+    has_query_gate: bool = False
+    has_value_norm: bool = False  # the values of a head are normalised
+    # The heads of global layers are twice as wide, may have other numbers of keys, and are rotated
+    # in part.
+    has_global_heads: bool = False
+    # one product gives the keys and the values of a global layer
+    shares_kv_projections: bool = False
+
+    def widths(self, model: ModelKeys, is_local: bool) -> tuple[int, int]:
+        """Returns the width of a head twice; heads of global layers may be twice as wide."""
+        width = 2 * model.head_dim if self.has_global_heads and not is_local else model.head_dim
+        return width, width
+
+    def summed_heads(self, model: ModelKeys) -> tuple[str, int, int]:
+        """Returns the heads of queries, which those of keys divide, in global layers too."""
+        multiple = math.lcm(model.base_num_kv_heads, model.global_num_kv_heads or 1)
+        width, _ = self.widths(model, is_local=False)
+        return "base_num_query_heads", width, multiple
+
+    def rows(self, name: str, is_local: bool | None) -> tuple[Parameter, ...]:
+        """Returns its parameters. Global layers may have wider heads, and one product for keys and
+        values; layers that share keys have none of their own.
+        """
+        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        is_global = self.has_global_heads and not is_local
+        if is_global:
+            heads, kv_heads = ("heads", "global_head_dim"), ("global_kv_heads", "global_head_dim")
+
+        def normalised(axes: Axes) -> Axes:
+            return axes[1:] if self.qk_norm_over == "head" else axes
+
+        def has_bias(model: ModelKeys) -> bool:
+            return bool(model.attention_bias)
+
+        def has_out_bias(model: ModelKeys) -> bool:
+            return model.attention_out_bias or self.has_out_bias
+
+        def has_scaled_norm(model: ModelKeys) -> bool:
+            return model.use_qk_norm and self.qk_norm_over != "rotated"
+
+        query_gate = (
+            Parameter(f"{name}.query_gate", heads, ("embed",), kept="query_proj"),
+            Parameter(f"{name}.query_gate_bias", heads, has=has_bias),
+        )
+        rows = (
+            Parameter(f"{name}.query", heads, ("embed",), kept="query_proj"),
+            Parameter(f"{name}.key", kv_heads, ("embed",), kept="key_proj"),
+            Parameter(f"{name}.value", kv_heads, ("embed",), kept="value_proj"),
+            Parameter(f"{name}.out", ("embed",), heads, kept="out_proj"),
+            Parameter(f"{name}.query_bias", heads, has=has_bias),
+            Parameter(f"{name}.key_bias", kv_heads, has=has_bias),
+            Parameter(f"{name}.value_bias", kv_heads, has=has_bias),
+            Parameter(f"{name}.out_bias", ("norm",), has=has_out_bias),
+            *(query_gate if self.has_query_gate else ()),
+            *((Parameter(f"{name}.sinks", ("heads",)),) if self.has_sinks else ()),
+            Parameter(f"{name}.query_norm.scale", normalised(heads), has=has_scaled_norm),
+            Parameter(f"{name}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
+        )
+
+        absent: tuple[str, ...] = ()
+        if name.startswith(KV_SHARED_LAYERS):
+            absent = ("key", "value", "key_bias", "value_bias", "key_norm.scale")
+        elif is_global and self.shares_kv_projections:
+            absent = ("value", "value_bias")
+        return tuple(row for row in rows if row.name.removeprefix(f"{name}.") not in absent)
+
+
+GROUPED: AttentionForm = GroupedAttention()  # as most families have it
