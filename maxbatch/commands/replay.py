@@ -15,11 +15,12 @@ from maxbatch.commands.arguments import (
 )
 from maxbatch.config.values import first_of
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED
+from maxbatch.system.storage.storage import as_typed
 from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
 from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
-    from maxbatch.around.replay.replayed import Replayed
+    from maxbatch.around.replay.replayed import Replayed, ShownUpdate
 
 _MOST_DOCUMENTS = 3  # named in a row of the table
 
@@ -39,7 +40,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--top",
         type=count,
         metavar="N",
-        help="show the N samples with the largest share of the gradient, the largest first",
+        help="show the N samples that pull the most (grad_norm x weight), the largest first",
+    )
+    parser.add_argument(
+        "--around",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="show the N updates before K, too",
+    )
+    parser.add_argument(
+        "--html",
+        type=place,
+        metavar="FILE",
+        help="write a page of the samples, their tokens coloured by loss",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
@@ -50,13 +64,15 @@ def run(args: Namespace) -> int:
     from maxbatch.around.replay.recorded_run import RecordedRun
 
     recorded = RecordedRun(args.run)
-    checkpoint = recorded.checkpoint_before(args.step, args.checkpoint)
     recorded.line(args.step)
+    first = max(min(recorded.lines), args.step - args.around)
+    checkpoint = recorded.checkpoint_before(first, args.checkpoint)
     recorded.segments((checkpoint or 0) + 1, args.step)
     simulate_devices(args.simulate_devices)
-    from maxbatch.around.replay.replayed import replay
+    from maxbatch.around.replay.replayed import Wanted, replay
 
-    replayed = replay(recorded, checkpoint, args.step, args.top)
+    wanted = Wanted(args.step, args.step - first, args.top, has_losses=args.html is not None)
+    replayed = replay(recorded, checkpoint, wanted)
     for difference in replayed.differences:
         note(difference)
     for store in replayed.stores:
@@ -65,27 +81,40 @@ def run(args: Namespace) -> int:
         print(json.dumps(replayed.to_json()))
     else:
         _print(replayed)
+    if args.html:
+        from maxbatch.around.replay.replay_page import page_of
+
+        page_of(replayed, recorded.named).write(as_typed(args.html))
     return EXIT_FAILED if replayed.differences else EXIT_DONE
 
 
 def _print(replayed: Replayed) -> None:
-    console, update = PipeConsole(highlight=False, soft_wrap=True), replayed.update
+    console = PipeConsole(highlight=False, soft_wrap=True)
+    console.print(f"taken again from {replayed.start}")
+    for update in replayed.shown:
+        _print_update(update, console)
     console.print(
-        f"update {update.step}, taken again from {replayed.start}\n"
+        f'to leave these rows out, here and ahead: skip_samples="{replayed.skip_samples}"'
+    )
+
+
+def _print_update(shown: ShownUpdate, console: PipeConsole) -> None:
+    update = shown.figures
+    console.print(
+        f"update {update.step}\n"
         f"loss {_figure(update.loss)}, recorded {_figure(update.recorded_loss)}\n"
         f"grad_norm {_figure(update.grad_norm)}, recorded {_figure(update.recorded_grad_norm)}\n"
         f"data_fingerprint {update.data_fingerprint}, recorded "
         f"{update.recorded_data_fingerprint}"
     )
     table = PlainTable("sample", "loss", "weight", "grad_norm", "share", "documents")
-    for sample, documents in replayed.samples:
+    for sample, documents, _ in shown.samples:
         figures = map(_figure, (sample.loss, sample.weight, sample.grad_norm, sample.share))
         places = first_of(
             [str(document) for document in documents if str(document)], _MOST_DOCUMENTS
         )
         table.add_row(str(sample.index), *figures, places)
     console.print(table)
-    console.print(f'their rows, here and ahead: skip_samples="{replayed.skip_samples}"')
 
 
 def _figure(value: float | None) -> str:

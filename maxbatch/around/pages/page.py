@@ -165,6 +165,17 @@ class Page:
         data = json.dumps(
             {"runs": runs, "figures": self._figures}, allow_nan=False, separators=(",", ":")
         )
+        # a page of text alone needs no scripts; "<" inside a text cannot end one
+        scripts = (
+            ""
+            if not self._figures
+            else (
+                f'\n<script id="bokeh" type="text/plain">{packed_bokeh()}</script>\n'
+                '<script id="page-data" '
+                f'type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
+                f"<script>{_asset('page.js')}</script>"
+            )
+        )
         title = html.escape(self._title)
         reload = (
             f'<meta http-equiv="refresh" content="{self._reloads_s}">' if self._reloads_s else ""
@@ -176,13 +187,8 @@ class Page:
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
             f"<style>{_asset('page.css')}</style></head>\n<body><h1>{title}</h1>\n"
             + "\n".join(self._body)
-            + f'\n<script id="bokeh" type="text/plain">{packed_bokeh()}</script>\n'
-            # "<" inside a text cannot end the script
-            + (
-                '<script id="page-data" '
-                f'type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
-            )
-            + f"<script>{_asset('page.js')}</script>\n</body></html>\n"
+            + scripts
+            + "\n</body></html>\n"
         )
 
 
@@ -239,6 +245,25 @@ def table(
         "<div "
         f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )
+
+
+def coloured(parts: Sequence[tuple[str, float | None]], most: float) -> str:
+    """Returns a text whose parts are redder the greater their number is, which shows above them.
+
+    Args:
+      parts: texts, each with its number; None: it has none.
+      most: the number of the reddest part.
+    """
+    spans = []
+    for text, value in parts:
+        shown = html.escape(text)
+        if value is not None:
+            share = min(1.0, max(0.0, value / most)) if most > 0 else 0.0
+            style = f"background:rgba(220,50,50,{share:.2f})"
+            shown = f'<span style="{style}" title="{value:.4g}">{shown}</span>'
+        spans.append(shown)
+    style = "white-space:pre-wrap;overflow-wrap:anywhere"
+    return f'<pre style="{style}">{"".join(spans)}</pre>'
 
 
 def shares_bar(shares: Sequence[tuple[str, float]]) -> str:

@@ -7,8 +7,9 @@ summed loss over the weight of the whole batch. The share of sample i is g.g_i /
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ import optax
 from maxbatch.around.replay.updates import Before, rows_of
 from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.parallel.trees import State
+from maxbatch.run.pretraining import PlannedPretraining
 from maxbatch.update.balance import Scale
 from maxbatch.update.batch_sums import BatchSums
 from maxbatch.update.state import TrainState
@@ -33,6 +35,16 @@ class Sample:
     weight: float  # the sum of its tokens' weights
     grad_norm: float | None  # of the gradient of a batch of it alone
     share: float | None  # of the batch's gradient; None where that is 0
+
+    @property
+    def pull(self) -> float:
+        """The length of its part of the batch's gradient, up to a factor of the batch; infinite if
+        that is not finite.
+
+        A share says how much of the batch's direction is a sample's. A sample that pulls elsewhere,
+        as a strange one does, has a small share and a long part.
+        """
+        return math.inf if self.grad_norm is None else self.grad_norm * self.weight
 
 
 class _Whole(NamedTuple):
@@ -53,19 +65,43 @@ class _Part(NamedTuple):
     dot: jax.Array  # g.g_i
 
 
+class _Programs(NamedTuple):
+    """The compiled programs of the samples of batches of one shape."""
+
+    whole: Callable[[TrainState, Batch, np.int32], _Whole]
+    part: Callable[[TrainState, Batch, _Whole], _Part]  # of a batch of one row
+    single: BatchShape  # of that batch
+
+
 def samples(update: Before) -> Iterator[Sample]:
     """Yields the samples of an update, in the order of the stream, at the parameters before it."""
-    programs, planned = update.task.programs, update.planned
-    placement, state = programs.placement, update.state
-    single = BatchShape(len(programs.mesh.devices.flat), 1)
-    whole_sums, own_sums = (
-        BatchSums(
-            update.task.opened.keys,
-            programs.mesh,
-            placement.arrange(shape.micro_batch),
-            update.task.opened.objective,
+    task, planned, state = update.task, update.planned, update.state
+    placement, holes = task.programs.placement, task.opened.data.holes
+    programs = _programs(task, update.batch.shape)
+    count = np.int32(update.batch.num_micro_batches)
+    whole = programs.whole(state, update.batch.batch, count)
+    square, rows = float(whole.square), rows_of(update.batch)
+    for number in range(planned.num_rows):
+        row = {name: array[number : number + 1] for name, array in rows.items()}
+        staged = placement.stage(row, 1, programs.single)
+        part = jax.device_get(programs.part(state, staged, whole))
+        weight = float(part.weight)
+        yield Sample(
+            holes.own_number(planned.first_sample + number),
+            finite(float(part.loss) / weight) if weight else None,
+            weight,
+            finite(float(part.grad_norm)),
+            finite(float(part.dot) / square) if square else None,
         )
-        for shape in (update.batch.shape, single)
+
+
+@functools.lru_cache(maxsize=2)
+def _programs(task: PlannedPretraining, shape: BatchShape) -> _Programs:
+    mesh, placement = task.programs.mesh, task.programs.placement
+    single = BatchShape(len(mesh.devices.flat), 1)
+    whole_sums, own_sums = (
+        BatchSums(task.opened.keys, mesh, placement.arrange(cut.micro_batch), task.opened.objective)
+        for cut in (shape, single)
     )
 
     def find_whole(state: TrainState, batch: Batch, count: jax.Array) -> _Whole:
@@ -83,21 +119,7 @@ def samples(update: Before) -> Iterator[Sample]:
         norm = optax.tree.norm(_mean(alone.gradient, alone.weight))
         return _Part(alone.loss, alone.weight, norm, optax.tree.vdot(whole.gradient, part))
 
-    count = np.int32(update.batch.num_micro_batches)
-    whole = jax.jit(find_whole)(state, update.batch.batch, count)
-    of_row, square = jax.jit(find_part), float(whole.square)
-    rows = rows_of(update.batch)
-    for number in range(planned.num_rows):
-        row = {name: array[number : number + 1] for name, array in rows.items()}
-        part = jax.device_get(of_row(state, placement.stage(row, 1, single), whole))
-        weight = float(part.weight)
-        yield Sample(
-            update.task.opened.data.holes.own_number(planned.first_sample + number),
-            finite(float(part.loss) / weight) if weight else None,
-            weight,
-            finite(float(part.grad_norm)),
-            finite(float(part.dot) / square) if square else None,
-        )
+    return _Programs(jax.jit(find_whole), jax.jit(find_part), single)
 
 
 def finite(number: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,28 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxbatch import ConfigError, load_config, open_stream
+from maxbatch.around.replay import replayed
+from maxbatch.around.replay.comparison import Compared
 from maxbatch.around.replay.recorded_run import RecordedRun
-from maxbatch.around.replay.replayed import Replayed, replay
+from maxbatch.around.replay.replayed import Replayed, Wanted, replay
+from maxbatch.around.replay.sample_gradients import Sample
 from maxbatch.around.replay.updates import Before, Taken, rows_of, updates
+from maxbatch.cli import main
+from maxbatch.model.decoder import Decoder
 from maxbatch.run.folder.sessions import read_sessions
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import train
-from tests.helpers.command import maxbatch
 from tests.helpers.corpus import some_texts, write_jsonl
-from tests.helpers.tiny import one_layer_config, read_metrics
+from tests.helpers.tiny import loss_sums, one_layer_config, read_metrics
 
 pytestmark = pytest.mark.runs
 
 KEYS = ("global_batch_size=8", "per_device_batch_size=2", "checkpoint_period=3")
 SLOWER = "learning_rate=2e-3"
-
-
-def replayed(run_dir: Path, step: int, devices: int = 1, checkpoint: int | None = None) -> Replayed:
-    run = RecordedRun(str(run_dir))
-    start = run.checkpoint_before(step, checkpoint)
-    return replay(run, start, step, devices=jax.devices()[:devices])
 
 
 def content(run_dir: Path) -> dict[str, tuple[bytes, int]]:
@@ -55,46 +55,51 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def fourth(run_dir: Path) -> Replayed:
+    """Update 4, taken again on two devices."""
+    return replay(RecordedRun(str(run_dir)), 3, Wanted(4), jax.devices()[:2])
+
+
 def test_a_run_whose_rate_a_resume_changed_is_replayed_equal_on_both_sides_of_it(
-    run_dir: Path,
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = content(run_dir)
     first, second = read_sessions(run_dir)
     assert first.changed == {}
     assert second.changed is not None and second.changed["learning_rate"] == ["0.01", "0.002"]
     assert second.changed["steps"] == ["6", "9"]
-    for step, checkpoint, devices in ((2, None, 1), (5, None, 2), (8, 3, 4)):
-        found = replayed(run_dir, step, devices, checkpoint)
-        assert found.differences == [], step
-        assert found.update.data_fingerprint == found.update.recorded_data_fingerprint
-        assert found.update.loss == pytest.approx(found.update.recorded_loss, abs=2e-4)
-        assert found.update.grad_norm == pytest.approx(found.update.recorded_grad_norm, abs=2e-4)
+    before = content(run_dir)
+    command = ["replay", str(run_dir), "--step", "8", "--checkpoint", "3", "--around", "4"]
+    assert main([*command, "--top", "2", "--json"]) == 0, "a difference would end with 1"
     assert content(run_dir) == before, "replay changes no byte of RUN"
+    found = json.loads(capsys.readouterr().out)
+    shown = [*found["before"], found]
+    assert [update["step"] for update in shown] == [4, 5, 6, 7, 8]
+    for update in shown:
+        assert update["data_fingerprint"] == update["recorded_data_fingerprint"]
+        assert update["loss"] == pytest.approx(update["recorded_loss"], abs=2e-4)
+        assert update["grad_norm"] == pytest.approx(update["recorded_grad_norm"], abs=2e-4)
+        one, other = update["samples"]
+        assert one["grad_norm"] * one["weight"] > other["grad_norm"] * other["weight"]
+        assert set(one) == {"index", "loss", "weight", "grad_norm", "share", "documents"}
 
 
-def test_losses_of_samples_weighted_make_the_loss_and_their_shares_sum_to_1(run_dir: Path) -> None:
-    found = replayed(run_dir, 5, 2)
-    assert [one.sample.index for one in found.samples] == list(range(32, 40))
-    samples = [one.sample for one in found.samples]
+def test_losses_of_samples_weighted_make_the_loss_and_their_shares_sum_to_1(
+    fourth: Replayed,
+) -> None:
+    assert fourth.differences == []
+    samples = [one.sample for one in fourth.update.samples]
+    assert [sample.index for sample in samples] == list(range(24, 32))
     weights = [sample.weight for sample in samples]
     losses = [sample.loss or math.nan for sample in samples]
-    assert np.average(losses, weights=weights) == pytest.approx(found.update.loss, abs=1e-5)
+    mean = np.average(losses, weights=weights)
+    assert mean == pytest.approx(fourth.update.figures.loss, abs=1e-5)
     assert sum(sample.share or math.nan for sample in samples) == pytest.approx(1, abs=1e-5)
-    top = replay(RecordedRun(str(run_dir)), 3, 5, top=2, devices=jax.devices()[:1])
-    assert [one.sample.index for one in top.samples] == [
-        one.index for one in sorted(samples, key=lambda one: -(one.share or 0))[:2]
-    ]
 
 
 def test_a_finite_difference_of_the_loss_along_the_gradient_agrees_with_the_shares(
-    run_dir: Path,
+    run_dir: Path, fourth: Replayed
 ) -> None:
-    from flax import nnx
-
-    from maxbatch.model.decoder import Decoder
-    from tests.helpers.tiny import loss_sums
-
-    found = replayed(run_dir, 4)
     run = RecordedRun(str(run_dir))
     step = updates(run, 3, 4, jax.devices()[:1])
     before = next(step)
@@ -123,15 +128,15 @@ def test_a_finite_difference_of_the_loss_along_the_gradient_agrees_with_the_shar
 
     ahead, behind = moved(1e-2), moved(-1e-2)
     of_rows = np.asarray(ahead - behind) / 2e-2 / weight / float(length)
-    shares = [one.sample.share for one in found.samples]
+    shares = [one.sample.share for one in fourth.update.samples]
     np.testing.assert_allclose(of_rows, shares, atol=2e-3)
     step.close()
 
 
 def test_the_gradient_norm_of_a_sample_is_that_of_a_run_whose_batch_it_is_alone(
-    run_dir: Path, tmp_path: Path
+    run_dir: Path, fourth: Replayed, tmp_path: Path
 ) -> None:
-    sample = replayed(run_dir, 4, 2).samples[3].sample
+    sample = fourth.update.samples[3].sample
     rows = open_stream(load_config(run_dir / "config.yml"))
 
     class Alone:
@@ -150,54 +155,71 @@ def test_the_gradient_norm_of_a_sample_is_that_of_a_run_whose_batch_it_is_alone(
     assert line["loss"] == pytest.approx(sample.loss, rel=1e-5)
 
 
-def test_a_sample_names_its_documents_and_every_sample_ahead_with_its_row(run_dir: Path) -> None:
-    found = replay(RecordedRun(str(run_dir)), 3, 4, top=2, devices=jax.devices()[:1])
+def test_a_sample_names_its_documents_and_every_sample_ahead_with_its_row(
+    run_dir: Path, fourth: Replayed
+) -> None:
     stream = open_stream(load_config(run_dir / "config.yml"))
-    lines = (run_dir.parent / "texts.jsonl").read_text().splitlines()
-    for one in found.samples:
+    file = str(run_dir.parent / "texts.jsonl")
+    lines = Path(file).read_text().splitlines()
+    for one in fourth.update.samples:
         assert one.documents
         for document in one.documents:
-            assert document.file == str(run_dir.parent / "texts.jsonl")
-            assert document.record is not None
+            assert document.file == file and document.record is not None
             text = json.loads(lines[document.record - 1])["text"]
             assert document.text in text and document.tokens >= len(document.text)
-    rows = {stream.row(one.sample.index).row for one in found.samples}
+    rows = {stream.row(one.sample.index).row for one in fourth.update.samples}
     again = {index for index in range(24, 72) if stream.row(index).row in rows}
-    ranges = [tuple(map(int, text.split(":"))) for text in found.skip_samples.split()]
-    assert {index for first, end in ranges for index in range(first, end)} == again
-    assert len(again) >= 3, "rows return in the second epoch"
+    ranges = [tuple(map(int, text.split(":"))) for text in fourth.skip_samples.split()]
+    found = {index for first, end in ranges for index in range(first, end)}
+    assert {index for index in found if index < 72} == again
+    assert {stream.row(index).row for index in found} == rows
+    assert len(again) > 8, "rows return in the second epoch"
 
 
 def test_updates_are_taken_from_the_first_parameters_where_no_checkpoint_is_before_them(
     run_dir: Path,
 ) -> None:
-    steps = [
-        one.line["step"]
-        for one in updates(RecordedRun(str(run_dir)), None, 2, jax.devices()[:1])
-        if isinstance(one, Taken)
-    ]
-    assert steps == [1, 2]
+    run = RecordedRun(str(run_dir))
+    assert run.checkpoint_before(2, None) is None
+    lines = [one.line for one in updates(run, None, 2, jax.devices()[:1]) if isinstance(one, Taken)]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["loss"] == pytest.approx(run.line(line["step"])["loss"], abs=2e-4)
+
+
+def test_a_sample_that_pulls_elsewhere_or_is_not_finite_is_above_one_with_a_larger_share() -> None:
+    aligned = Sample(0, 1.2, 62.0, 2.5, 0.097)
+    strange = Sample(1, 6.4, 63.0, 4.9, 0.040)
+    broken = Sample(2, None, 62.0, None, None)
+    assert broken.pull > strange.pull > aligned.pull > Sample(3, None, 0.0, 0.0, None).pull
+
+
+def test_an_update_differs_by_its_fingerprint_or_in_float32_by_its_figures() -> None:
+    same = Compared(5, 3.0, 3.0, 900.0, 900.1, "ab", "ab")
+    assert same.difference(is_exact=True) is None, "rounding grows with the figure"
+    assert "data_fingerprint" in str(
+        same._replace(recorded_data_fingerprint="cd").difference(is_exact=False)
+    )
+    other = same._replace(loss=3.001)
+    assert other.difference(is_exact=False) is None
+    assert str(other.difference(is_exact=True)).startswith("loss 3.001, recorded 3.0")
+    assert same._replace(grad_norm=None).difference(is_exact=True) is not None
+    assert Compared(5, None, None, None, None, "ab", "ab").difference(is_exact=True) is None
 
 
 def test_an_update_that_differs_is_named_and_ends_with_exit_code_1(
-    run_dir: Path, tmp_path: Path
+    run_dir: Path,
+    fourth: Replayed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(run_dir, copy)
-    lines = read_metrics(copy)
-    lines[3]["loss"] += 1e-3
-    lines[4]["data_fingerprint"] = "0" * 16
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answer = maxbatch("replay", copy, "--step", "5", "--json", "--simulate-devices", "1")
-    assert answer.returncode == 1
-    assert "update 4 differs: loss" in answer.stderr
-    assert "update 5 differs: data_fingerprint" in answer.stderr
-    found = json.loads(answer.stdout)
-    assert found["step"] == 5 and len(found["samples"]) == 8
-    assert found["recorded_data_fingerprint"] == "0" * 16 != found["data_fingerprint"]
-    assert found["samples"][0].keys() >= {"index", "loss", "weight", "grad_norm", "share"}
+    differing = fourth._replace(differences=["update 4 differs: loss 1.0, recorded 2.0"])
+    monkeypatch.setattr(replayed, "replay", lambda *_: differing)
+    assert main(["replay", str(run_dir), "--step", "4"]) == 1
+    printed = capsys.readouterr()
+    assert "update 4 differs: loss 1.0, recorded 2.0" in printed.err
+    assert "taken again from checkpoint 3" in printed.out and "texts.jsonl:" in printed.out
+    assert f'skip_samples="{fourth.skip_samples}"' in printed.out
 
 
 def test_an_update_that_cannot_be_taken_again_is_refused_in_one_line(run_dir: Path) -> None:
@@ -213,8 +235,6 @@ def test_an_update_that_cannot_be_taken_again_is_refused_in_one_line(run_dir: Pa
 def test_an_older_run_says_from_which_update_on_it_can_be_taken_again(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run_dir, copy)
     sessions = [json.loads(line) for line in (copy / "sessions.jsonl").read_text().splitlines()]
