@@ -17,6 +17,7 @@ from maxbatch.around.pages.page import Page, details, heading, paragraph, table
 from maxbatch.around.pages.plots import Figure, loads_over_time
 from maxbatch.around.pages.sweep_section import add_sweep
 from maxbatch.around.report.goodput import goodput_line, goodput_section, to_json
+from maxbatch.around.report.marks_section import marks_lines, marks_section
 from maxbatch.around.report.runs import (
     FIRST_UPDATES,
     SHORT_RUN,
@@ -24,6 +25,7 @@ from maxbatch.around.report.runs import (
     SUMMARY_HEADS,
     TASK_HEADS,
     ReportedRun,
+    beside_parents,
     fitted,
     panels,
     without_noise_scale,
@@ -129,9 +131,13 @@ def run(args: argparse.Namespace) -> int:
     page.write(output)
     if args.svg:
         note(page.write_svg(as_typed(args.svg)))
-    for run in (run for folder in folders if folder.sweep is None for run in folder.runs):
+    for run in beside_parents(
+        [run for folder in folders if folder.sweep is None for run in folder.runs]
+    ):
         if line := goodput_line(run):
             note(f"{run.name}: {line}")
+        for line in marks_lines(run):
+            note(line)
     print(printable(str(output)), flush=True)
     if args.watch:
         _watch(paths, output, args.watch, drawn)
@@ -234,7 +240,7 @@ def _read_sweep(path: AnyPath, prefix: str) -> _Folder:
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
-    runs = fitted(runs)
+    runs = fitted(beside_parents(runs))
     is_long = max(run.seconds for run in runs) > _LONG_S
     page.add(
         heading("Runs" if len(runs) > 1 else "Run"),
@@ -256,12 +262,20 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     )
     if scores := [row for run in runs for row in run.task_scores()]:
         page.add(heading("Tasks of lm-evaluation-harness"), table(TASK_HEADS, scores))
-    for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
+    for fork in (run for run in runs if run.parent):
         page.add(
             paragraph(
-                f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are "
-                f"drawn: 1 in {thinned.apart}, the first of each stage, those with an eval, and "
-                "the last."
+                f"{fork.name}: a fork of {fork.parent} after {counted(fork.begin, 'update')}, "
+                "where its curves begin."
+            )
+        )
+    page.add(*marks_section(runs))
+    for thinned in (run for run in runs if len(run.drawn) < len(run.drawable)):
+        page.add(
+            paragraph(
+                f"{thinned.name}: of {len(thinned.drawable):,} updates {len(thinned.drawn):,} are "
+                f"drawn: 1 in {thinned.apart}, the first of each stage, those with an eval or a "
+                "mark, and the last."
             )
         )
     for run in runs:

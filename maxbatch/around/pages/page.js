@@ -18,8 +18,10 @@
     points: { marker: "diamond", size: 12, line_color: "--text" },
     joined: { marker: "circle", size: 8 },
     dots: { marker: "circle", size: 8 },
+    ...Object.fromEntries(Object.entries({ stars: "star", squares: "square", triangles: "triangle" }).map(([style, marker]) => [style, { marker, size: 13, line_color: "--text" }])),
     rings: { marker: "circle", size: 16, fill_color: null, line_width: 2 },
   };
+  const isMark = ({ style }) => ["stars", "squares", "triangles"].includes(style);
   let axis = "steps";
   let smoothing = 1;
   let whole = { start: 0, end: 1 }; // range of x that shows every update
@@ -59,7 +61,7 @@
     const unitOfTime = figure.units.time.includes("hours") ? "h" : "s";
     const make = (column, style, name, y) => ({
       name, style, y, colour: run.colour, run: run.name, column, x: run.axes[axis],
-      text: (i) => `${run.name}\n${name} ${y[i]}\nstep ${count(run.axes.steps[i])} · ${count(run.axes.samples[i])} samples · ` +
+      text: (i) => `${run.name}\n${name} ${isMark({ style }) ? "at " : ""}${y[i]}\nstep ${count(run.axes.steps[i])} · ${count(run.axes.samples[i])} samples · ` +
         `${count(run.axes.tokens[i])} tokens · ${short(run.axes.time[i])} ${unitOfTime}`,
     });
     const { column, style } = line;
@@ -228,7 +230,8 @@
     const box = document.getElementById(`plot${number}`);
     const drawn = series.map((one) => [one, add(plot, one)]);
     if (figure.heatMap) addHeatMap(plot, figure);
-    else addHover(plot, series.filter(({ texts }) => !texts || texts.length));
+    // A mark lies on its curve's point, whose text its own takes the place of.
+    else addHover(plot, series.filter(({ texts }) => !texts || texts.length).sort((a, b) => isMark(b) - isMark(a)));
     // The names of several runs are beside the axis buttons.
     if (!isPanel(figure) || runs.length === 1) addLegend(plot, drawn.filter(([{ name }]) => name).map(([{ name }, parts]) => [name, parts]), box.clientWidth);
     box.view?.remove();

@@ -108,7 +108,7 @@ class Page:
             number, log, note = len(self._figures), "", ""
             if isinstance(figure, Panel):
                 log = _button("log", str(number), "log", figure.is_log)
-            elif figure.note:
+            if figure.note:
                 note = f"<figcaption>{html.escape(figure.note)}</figcaption>"
             plot = f'<div class="plot" id="plot{number}"></div>'
             blocks.append(f"<figure><h3>{html.escape(figure.title)}{log}</h3>{plot}{note}</figure>")

@@ -23,6 +23,7 @@ _COLOURS = (
     "#a16207",
 )
 _MOST_GROUPS = 10
+MARKS = ("stars", "squares", "triangles")  # styles of single updates, in the colour of their run
 
 
 class Axis(NamedTuple):
@@ -38,7 +39,7 @@ class Series(NamedTuple):
     """Points of a figure, joined by a line in some styles."""
 
     name: str  # in the legend; "" for none
-    style: str  # `dots`, `joined`, `dotted` or `rings`
+    style: str  # `dots`, `joined`, `dotted` or `rings`, or one of a panel's lines
     colour: str
     x: Sequence[float | str]  # N values, or categories
     y: Sequence[float | None]  # N values; None where there is none
@@ -73,10 +74,12 @@ class Panel(NamedTuple):
 
     title: str
     unit: str  # of the y axis
-    lines: tuple[tuple[str, str], ...]  # column and style: `line`, `faint`, `stairs` or `points`
+    # column and style: `line`, `faint`, `stairs`, `points` or one of `MARKS`
+    lines: tuple[tuple[str, str], ...]
     is_log: bool = False  # whether the y axis starts logarithmic
     are_large: bool = False  # whether ticks of the y axis are written as 40k
     smooths: bool = True  # whether the page's slider smooths its lines
+    note: str = ""  # below the figure
 
 
 class RunColumns(NamedTuple):

@@ -11,7 +11,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from maxbatch.around.pages.plots import Axis, Figure, HeatMap, Panel, RunColumns, Series, colour
+from maxbatch.around.pages.plots import (
+    MARKS,
+    Axis,
+    Figure,
+    HeatMap,
+    Panel,
+    RunColumns,
+    Series,
+    colour,
+)
 
 _WIDTH, _HEIGHT = 640, 400
 _FONT, _CHARACTER = 13, 6.9  # height of the text, and the mean width of its characters
@@ -50,6 +59,14 @@ _LINES = {
     "dotted": ' stroke-dasharray="2 3"',
 }
 _DOTS = ("joined", "dots")
+_SHAPES: dict[str, list[tuple[float, float]]] = {
+    "stars": [
+        (r * math.sin(math.pi * i / 5), -r * math.cos(math.pi * i / 5))
+        for i, r in enumerate((8, 3.5) * 5)
+    ],
+    "squares": [(-5, -5), (5, -5), (5, 5), (-5, 5)],
+    "triangles": [(0, -7), (6, 5), (-6, 5)],
+}
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BAR_WIDTH, _BAR_STEPS = 14, 40  # of the scale of colours
 
@@ -72,9 +89,10 @@ def figure_of(panel: Panel, runs: Sequence[RunColumns], unit: str) -> Figure:
     """Returns a figure of runs as one that holds its own data, against their updates, which are
     labelled `unit`.
 
-    Lines of one run are named by their columns, those of several by their runs.
+    Lines of one run are named by their columns, those of several by their runs; marks are named
+    once.
     """
-    series = []
+    series: list[Series] = []
     for index, run in enumerate(runs):
         lines = [
             line
@@ -88,13 +106,15 @@ def figure_of(panel: Panel, runs: Sequence[RunColumns], unit: str) -> Figure:
                 if len(runs) == 1
                 else run.name
                 if (column, style) == named
+                else column
+                if style in MARKS and all(other.name != column for other in series)
                 else ""
             )
             series.append(
                 Series(name, style, colour(index), run.axes["steps"], run.columns[column], ())
             )
     y = Axis(panel.unit or panel.title, "log" if panel.is_log else "linear")
-    return Figure(panel.title, Axis(unit), y, tuple(series))
+    return Figure(panel.title, Axis(unit), y, tuple(series), note=panel.note)
 
 
 def svg_of(figure: Figure) -> str:
@@ -362,6 +382,9 @@ def _marker(series: Series, x: float, y: float) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="{series.colour}" '
             'stroke-width="2"/>'
         )
+    if series.style in _SHAPES:
+        corners = "L".join(f"{x + dx:.1f} {y + dy:.1f}" for dx, dy in _SHAPES[series.style])
+        return f'<path d="M{corners}Z" fill="{series.colour}" stroke="{_TEXT}"/>'
     if series.style == "points":
         diamond = f"M{x:.1f} {y - 6:.1f}l5 6l-5 6l-5 -6z"
         return f'<path d="{diamond}" fill="{series.colour}" stroke="{_TEXT}"/>'

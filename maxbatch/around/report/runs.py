@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxbatch.around.pages.plots import Panel, RunColumns
+from maxbatch.around.report.marks import COLUMNS as MARKS
+from maxbatch.around.report.marks import HOLE, Mark, find_marks
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.run.folder.devices import DevicesUsed, read_devices
 from maxbatch.run.folder.metrics import METRICS_FILE, Record, scan_metrics
 from maxbatch.run.folder.metrics_schema import Metric as M
 from maxbatch.run.folder.old_forms import refuse_old_run
+from maxbatch.run.folder.run_id import ForkedFrom, read_identity
 from maxbatch.run.folder.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage.storage import AnyPath, missing_folder
@@ -80,6 +83,7 @@ FIRST_UPDATES = 2
 SHORT_RUN = 10
 MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
+_MOST_DRAWN_MARKS = 1_000  # the newest of a run
 _AXES = (M.STEP, M.SAMPLES_SEEN, M.TOKENS_SEEN)
 _ALWAYS_DRAWN = (M.EVAL_LOSS, M.EVAL_PASS_AT_1)
 _TASK = M.EVAL_TASK.of("")
@@ -94,7 +98,11 @@ class ReportedRun:
     devices: list[DevicesUsed]  # oldest first; empty if the run did not record them
     sessions: list[Session]  # oldest first; empty if the run did not record them
     holes: list[int]  # lines of the metrics with a number that is not finite
-    most_points: int = MOST_POINTS  # drawn points, besides evals and the starts of stages
+    run_id: str | None = None  # None: the folder has no record of it
+    forked_from: ForkedFrom | None = None  # None: the run is no fork
+    # drawn points, besides evals, marks and the starts of stages
+    most_points: int = MOST_POINTS
+    parent: str = ""  # name of the run of this page that it was forked from; its lines are there
 
     @classmethod
     def read(cls, path: AnyPath, name: str) -> ReportedRun:
@@ -103,6 +111,7 @@ class ReportedRun:
             if not is_run(path):
                 raise ConfigError(f"{path}: {_no_run(path)}")
             has_config = (path / "config.yml").exists()
+            identity = read_identity(path)
         refuse_old_run(path)
         config = load_config(str(path / "config.yml")) if has_config else None
         metrics = scan_metrics(path)
@@ -114,25 +123,47 @@ class ReportedRun:
             read_devices(path),
             read_sessions(path),
             metrics.holes,
+            None if identity is None else identity.run_id,
+            None if identity is None else identity.forked_from,
         )
+
+    @property
+    def begin(self) -> int:
+        """The update that the curves begin at: of a fork beside its parent the last one that both
+        share, else 0.
+        """
+        return self.forked_from["step"] if self.parent and self.forked_from else 0
+
+    @functools.cached_property
+    def drawable(self) -> range:
+        """Indices of the records from `begin` on."""
+        shared = sum(record[M.STEP] < self.begin for record in self.records)
+        return range(shared, len(self.records))
+
+    @functools.cached_property
+    def marks(self) -> list[Mark]:
+        """The marked updates behind `begin`."""
+        return [mark for mark in find_marks(self.records) if mark.step > self.begin]
 
     @property
     def apart(self) -> int:
         """The number of updates between drawn ones."""
-        return max(1, -(-len(self.records) // self.most_points))
+        return max(1, -(-len(self.drawable) // self.most_points))
 
     @property
     def drawn(self) -> list[int]:
         """Indices of the records that are drawn: all, or every k-th, the starts of stages, the
-        evals and the last.
+        evals, the marked ones and the last.
         """
+        marked = {mark.place for mark in self.marks[-_MOST_DRAWN_MARKS:]}
         return [
             i
-            for i, record in enumerate(self.records)
-            if i % self.apart == 0
-            or i == len(self.records) - 1
-            or record[M.STAGE] != self.records[i - 1][M.STAGE]
-            or any(key in record for key in (*_ALWAYS_DRAWN, *self.tasks))
+            for i in self.drawable
+            if (i - self.drawable.start) % self.apart == 0
+            or i == self.drawable[-1]
+            or i in marked
+            or self.records[i][M.STAGE] != self.records[i - 1][M.STAGE]
+            or any(key in self.records[i] for key in (*_ALWAYS_DRAWN, *self.tasks))
         ]
 
     @functools.cached_property
@@ -166,6 +197,15 @@ class ReportedRun:
         columns[M.TOKENS_PER_SECOND][:num_left_out] = [None] * num_left_out
         smoothed_loss = self._smoothed_loss()
         columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
+        for name in MARKS:
+            marked = {mark.place for mark in self.marks if name in mark.columns}
+            heights = columns[SMOOTHED_LOSS]
+            if name != HOLE:
+                pairs = zip(columns[M.LOSS], heights, strict=True)
+                heights = [mean if loss is None else loss for loss, mean in pairs]
+            if marked:
+                pairs = zip(drawn, heights, strict=True)
+                columns[name] = [height if i in marked else None for i, height in pairs]
         return RunColumns(self.name, axes, columns)
 
     @functools.cached_property
@@ -322,9 +362,15 @@ def without_noise_scale(run: ReportedRun) -> str | None:
 
 
 def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
-    """Returns `PANELS`, with a panel for each reward function behind the reward's, and one for each
-    task at the end.
+    """Returns `PANELS`, with marks in the loss's, a panel for each reward function behind the
+    reward's, and one for each task at the end.
     """
+    kinds = {column for run in runs for mark in run.marks for column in mark.columns}
+    styles = {name: MARKS[name] for name in MARKS if name in kinds}
+    loss = PANELS[0]._replace(
+        lines=(*PANELS[0].lines, *((name, style) for name, (style, _) in styles.items())),
+        note=" ".join(sentence for _, sentence in styles.values()),
+    )
     rewards = dict.fromkeys(name for run in runs for name in run.reward_functions)
     single = [
         Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),))
@@ -333,7 +379,18 @@ def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
     tasks = dict.fromkeys(name for run in runs for name in run.tasks)
     scores = [Panel(name.removeprefix(_TASK), "score", ((name, "points"),)) for name in tasks]
     place = next(i for i, panel in enumerate(PANELS, 1) if panel.lines[0][0] == M.REWARD)
-    return [*PANELS[:place], *single, *PANELS[place:], *scores]
+    return [loss, *PANELS[1:place], *single, *PANELS[place:], *scores]
+
+
+def beside_parents(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
+    """Returns the runs; each fork names its parent if that is among them."""
+    parents = {run.run_id: run.name for run in reversed(runs)} | {None: ""}
+    return [
+        dataclasses.replace(run, parent=parents.get(run.forked_from["run_id"], ""))
+        if run.forked_from
+        else run
+        for run in runs
+    ]
 
 
 def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:

@@ -58,6 +58,9 @@ def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> Non
         gradient_noise_scale=lambda step: 50.0 + step,
         critical_batch_estimate=lambda step: 60.0,
         loss=lambda step: None if step == 7 else 1 / step,
+        skipped=lambda step: step in (7, 9),
+        skip_reason={7: "non-finite", 9: "spike"}.get,
+        stream_position=lambda step: 16 * step + (8 if step > 10 else 0),
     )
     make_sweep()
     page = make_page([Path("a"), Path("sw")])
@@ -78,6 +81,11 @@ def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> Non
     assert drawn["a", "loss"]["y"] == [record["loss"] for record in records]
     evals = zip(drawn["a", "eval_loss"]["x"], drawn["a", "eval_loss"]["y"], strict=True)
     assert [at for at in evals if at[1] is not None] == [(10, 0.1), (20, 0.05), (30, 1 / 30)]
+    for mark, step in (("not finite", 7), ("spike", 9), ("hole", 11)):
+        assert (
+            drawn["a", mark]["x"][[y is not None for y in drawn["a", mark]["y"]].index(True)]
+            == step
+        )
 
 
 def test_a_browser_that_cannot_unpack_the_plots_says_so() -> None:
