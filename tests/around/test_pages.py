@@ -72,6 +72,7 @@ MORE = {
     "critical-batch": ("--checkpoints", "16", "--factors", "1,2", "--samples", "256"),
     "generate": ("--max-new-tokens", "8"),
 }
+STEP_OF = {"replay": "6", "fork": "4"}  # of those few updates
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -99,6 +100,7 @@ def files(tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"books/{number:02}.txt").write_text(text)
     write_jsonl(tmp_path / "web.jsonl", TEXTS[:30], "content")
+    write_jsonl(tmp_path / "dump.jsonl", TEXTS[:5], "content")
     write_gzip(tmp_path / "more.jsonl.gz", TEXTS[30:], "content")
     write_parquet(tmp_path / "code.parquet", TEXTS, "content")
     for shard, texts in enumerate((TEXTS[:25], TEXTS[25:])):
@@ -152,7 +154,9 @@ def test_every_command_of_a_page_is_one_and_prints_what_is_shown(
     for command in commands_of(page):
         if command.name not in FAST and "--output" in command.arguments:
             made.add(command.arguments[command.arguments.index("--output") + 1])
-        elif made & {text.rpartition("=")[2] for text in command.arguments}:
+        elif made & {
+            text.rpartition("=")[2].removesuffix("/config.yml") for text in command.arguments
+        }:
             make_parser(command.name).parse_intermixed_args(command.arguments[1:])
             continue
         fails = command.shown.startswith("maxbatch: error: ")
@@ -186,7 +190,9 @@ def run_page(
     # The cuts of a page are compared with a fingerprint that a command without these keys prints;
     # answers are shorter.
     is_sampled = any(command.name == "rl" for command in commands_of(page))
-    has_own_length = page in CUTS or is_sampled
+    # A fork goes on with the length that the page's first command states.
+    is_forked = any(command.name == "fork" for command in commands_of(page))
+    has_own_length = page in CUTS or is_sampled or is_forked
     keys = (
         TINY
         | (MEASURED if is_measured else {})
@@ -220,6 +226,8 @@ def shortened(command: Command) -> list[str]:
     kept = [text for text in command.arguments if text.partition("=")[0] not in (*LENGTHS, *SIZES)]
     if "--simulate-hosts" in kept:
         kept[kept.index("--simulate-hosts") + 1] = "2"
+    if command.name in STEP_OF:
+        kept[kept.index("--step") + 1] = STEP_OF[command.name]
     return [*kept, *MORE.get(command.name, ())]
 
 
