@@ -94,7 +94,7 @@ def test_the_number_of_workers_leaves_no_trace(
         ]
     for workers in (1, 2, 3):
         run(*overrides, "--output", f"out{workers}", "--workers", str(workers))
-    names = ["blocks.bin", "manifest.json", "offsets.npy", "tokens.bin"]
+    names = ["blocks.bin", "manifest.json", "offsets.npy", "records.jsonl", "tokens.bin"]
     for other in ("out2", "out3"):
         assert sorted(os.listdir(other)) == names
         assert filecmp.cmpfiles("out1", other, names, shallow=False)[0] == names
@@ -203,7 +203,8 @@ def test_a_store_that_is_replaced_takes_nothing_else_with_it(data: str, capsys: 
     run(data, "--output", "out", "--workers", "1")
     assert "replaces 200 documents" in capsys.readouterr().err
     assert prepared("out").manifest["documents"] == 201
-    assert {*os.listdir("out")} == {"README", "second", *store_files(Path("out"))}
+    of_store = {*store_files(Path("out")), "records.jsonl"}
+    assert {*os.listdir("out")} == {"README", "second", *of_store}
     assert (
         Path("out/README").read_text() == "mine"
         and prepared("out/second").manifest["documents"] == 200
