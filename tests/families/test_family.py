@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.config.sections import REMAT_TENSORS
-from maxbatch.families.family import FAMILIES
+from maxbatch.families.family import ATTENTION_FORMS, FAMILIES
 from maxbatch.families.matrices import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +57,11 @@ def test_a_familys_names_stand_in_its_record_alone() -> None:
 
 
 @pytest.mark.runs
-def test_a_parameters_axes_and_its_name_for_rematerialisation_stand_in_the_table_alone() -> None:
+def test_a_parameters_axes_and_its_name_for_rematerialisation_stand_where_its_row_stands() -> None:
     kept = {row.kept for table in TABLES.values() for row in table if row.kept}
-    assert files_with(kept) == {TABLE} and kept < REMAT_TENSORS.keys()
+    forms = {form.layer: type(form).__module__ for form in ATTENTION_FORMS}.values()
+    stating = {f"{module.removeprefix('maxbatch.').replace('.', '/')}.py" for module in forms}
+    assert files_with(kept) == {TABLE, *stating} and kept < REMAT_TENSORS.keys()
     naming = {
         file
         for file, node in nodes()
