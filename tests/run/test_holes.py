@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.config.values import shown
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.plan.holes import Holes
@@ -128,7 +129,8 @@ def test_a_file_of_holes_is_known_by_its_content(run_dir: Path, tmp_path: Path) 
     told(run_dir, HOLES)
     told(run_dir, str(file))
     assert told(run_dir, str(moved)) == [
-        f"skip_samples: {file} before, {moved} now: changes the samples ahead that are left out"
+        f"skip_samples: {shown(str(file))} before, {shown(str(moved))} now: changes the samples "
+        "ahead that are left out"
     ]
     moved.write_text("7:12\n3:5\n30:39\n")
     assert told(run_dir, str(moved)) == ["changed since the last session: content of skip_samples"]

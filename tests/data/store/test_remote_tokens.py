@@ -34,13 +34,9 @@ def test_a_prepared_store_in_a_bucket_is_that_of_a_disk(
     for output in (str(tmp_path / "tokens"), f"{bucket}/tokens"):
         assert main(["prepare", *words, "--output", output]) == 0
     there = as_path(f"{bucket}/tokens")
-    assert sorted(p.name for p in there.iterdir()) == [
-        "blocks.bin",
-        "manifest.json",
-        "offsets.npy",
-        "tokens.bin",
-    ]
-    for name in ("blocks.bin", "manifest.json", "offsets.npy", "tokens.bin"):
+    names = ["blocks.bin", "manifest.json", "offsets.npy", "records.jsonl", "tokens.bin"]
+    assert sorted(p.name for p in there.iterdir()) == names
+    for name in names:
         assert (there / name).read_bytes() == (tmp_path / "tokens" / name).read_bytes()
     assert main(["prepare", "--verify", f"{bucket}/tokens"]) == 0
     store.forget()
