@@ -89,9 +89,9 @@ class Holes:
     def __repr__(self) -> str:
         return f"Holes({shown(self.text)})"
 
-    def __contains__(self, own: int) -> bool:
-        hole = bisect_right(self._firsts, own) - 1
-        return hole >= 0 and own < self._ends[hole]
+    def __contains__(self, number: int) -> bool:
+        hole = bisect_right(self._firsts, number) - 1
+        return hole >= 0 and number < self._ends[hole]
 
     def own_number(self, n: int) -> int:
         """Returns the own number of the n-th kept sample, counted from 0."""
@@ -104,12 +104,12 @@ class Holes:
         """Returns the own numbers of kept samples."""
         return [self.own_number(int(n)) for n in indices]
 
-    def kept_before(self, own: int) -> int:
+    def kept_before(self, number: int) -> int:
         """Returns the number of kept samples below an own number."""
-        hole = bisect_right(self._firsts, own) - 1
+        hole = bisect_right(self._firsts, number) - 1
         if hole < 0:
-            return own
-        return self._kept[hole] + max(0, own - self._ends[hole])
+            return number
+        return self._kept[hole] + max(0, number - self._ends[hole])
 
     def position_after(self, samples_seen: int) -> int:
         """Returns the stream position: one more than the own number of the last of the first
@@ -117,22 +117,24 @@ class Holes:
         """
         return self.own_number(samples_seen - 1) + 1 if samples_seen else 0
 
-    def count_before(self, own: int) -> int:
+    def count_before(self, number: int) -> int:
         """Returns the number of holes that begin below an own number."""
-        return bisect_left(self._firsts, own)
+        return bisect_left(self._firsts, number)
 
-    def before(self, own: int) -> Holes:
+    def before(self, number: int) -> Holes:
         """Returns the holes, and the parts of holes, below an own number."""
-        holes, count = Holes(), self.count_before(own)
+        holes, count = Holes(), self.count_before(number)
         holes._firsts, holes._kept = self._firsts[:count], self._kept[:count]
         holes._ends = self._ends[:count]
         if count:
-            holes._ends[-1] = min(holes._ends[-1], own)
+            holes._ends[-1] = min(holes._ends[-1], number)
         return holes
 
-    def ahead_of(self, own: int) -> Holes:
+    def ahead_of(self, number: int) -> Holes:
         """Returns the holes, and the parts of holes, from an own number on."""
-        return Holes((max(first, own), end) for first, end in self.overlapping(own, LARGEST + 1))
+        return Holes(
+            (max(first, number), end) for first, end in self.overlapping(number, LARGEST + 1)
+        )
 
     def overlapping(self, first: int, end: int) -> Iterator[Hole]:
         """Yields the holes with own numbers among `first` to `end` - 1, each as a whole."""

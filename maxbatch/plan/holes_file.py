@@ -60,13 +60,13 @@ def _ranges(content: bytes, path: str, slots: int | None) -> Iterator[tuple[int,
     except UnicodeDecodeError:
         raise _fault(path, f"{RULE}; this one is no text") from None
     for number, line in enumerate(lines, 1):
-        for one in read_ranges(line, slots):
-            if one.rule:
-                place = f"{shown_path(path)} line {number}: {shown(one.word)}"
-                such_as = one.nearest or "1200:1300"
-                rule = f"{place} {one.rule}, such as {such_as}"
+        for stated_range in read_ranges(line, slots):
+            if stated_range.rule:
+                place = f"{shown_path(path)} line {number}: {shown(stated_range.word)}"
+                such_as = stated_range.nearest or "1200:1300"
+                rule = f"{place} {stated_range.rule}, such as {such_as}"
                 raise Refusal({SKIP_SAMPLES: path}, SKIP_SAMPLES, rule, {})
-            yield one.first, one.end
+            yield stated_range.first, stated_range.end
 
 
 def _plain_ranges(content: bytes) -> tuple[np.ndarray, np.ndarray] | None:

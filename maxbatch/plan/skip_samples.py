@@ -46,7 +46,7 @@ def _holes_in_text(text: str, slots: int | None) -> Holes:
     readings = list(read_ranges(text, slots))
     for reading in readings:
         if reading.rule:
-            nearest = " ".join(one.nearest for one in readings if one.nearest) or _WORKS
+            nearest = " ".join(other.nearest for other in readings if other.nearest) or _WORKS
             works = {SKIP_SAMPLES: nearest} if len(nearest) <= MOST_TYPED else {}
             which = "" if reading.word == text else f"{shown(reading.word)} "
             rule = f"{which}{reading.rule}"

@@ -23,11 +23,11 @@ class Mark(NamedTuple):
     @property
     def words(self) -> str:
         """The mark in words."""
-        parts = [] if self.reason is None else [_WORDS[self.reason]]
+        words = [] if self.reason is None else [_WORDS[self.reason]]
         if self.left_out:
             samples = counted(self.left_out, "sample")
-            parts.append(f"hole: {samples} left out of {self.first:,} to {self.end - 1:,}")
-        return "; ".join(parts)
+            words.append(f"hole: {samples} left out of {self.first:,} to {self.end - 1:,}")
+        return "; ".join(words)
 
     @property
     def columns(self) -> list[str]:
@@ -58,19 +58,21 @@ def find_marks(records: Sequence[Record]) -> list[Mark]:
     marks: list[Mark] = []
     if not records:
         return marks
-    seen_before = own_before = 0
+    seen_before = position_before = 0
     if records[0][Metric.STEP] > 1:  # of a run that took another's place: no line of that one
-        seen_before, own_before = _positions(records[0])
+        seen_before, position_before = _positions(records[0])
     for index, record in enumerate(records):
         reason = None
         if record.get(Metric.SKIPPED):
             is_spike = record.get(Metric.SKIP_REASON) == SkipReason.SPIKE
             reason = SkipReason.SPIKE if is_spike else SkipReason.NON_FINITE
-        seen, own = _positions(record)
-        left_out = max(0, (own - own_before) - (seen - seen_before))
+        seen, position = _positions(record)
+        left_out = max(0, (position - position_before) - (seen - seen_before))
         if reason is not None or left_out:
-            marks.append(Mark(index, record[Metric.STEP], reason, left_out, own_before, own))
-        seen_before, own_before = seen, own
+            marks.append(
+                Mark(index, record[Metric.STEP], reason, left_out, position_before, position)
+            )
+        seen_before, position_before = seen, position
     return marks
 
 
@@ -83,19 +85,19 @@ def _positions(record: Record) -> tuple[int, int]:
 def counts_of(marks: Sequence[Mark]) -> str:
     """Returns the numbers of marks in words."""
     reasons = [mark.reason for mark in marks if mark.reason is not None]
-    parts = []
+    counts = []
     if reasons:
         kinds = (
             f"{count:,} {_WORDS[reason]}{'s' if reason == SkipReason.SPIKE and count > 1 else ''}"
             for reason in _WORDS
             if (count := reasons.count(reason))
         )
-        parts.append(f"{counted(len(reasons), 'skipped update')} ({', '.join(kinds)})")
+        counts.append(f"{counted(len(reasons), 'skipped update')} ({', '.join(kinds)})")
     left_out = [mark.left_out for mark in marks if mark.left_out]
     if left_out:
         samples = counted(sum(left_out), "sample")
-        parts.append(f"{counted(len(left_out), 'update')} behind holes ({samples} left out)")
-    return ", ".join(parts)
+        counts.append(f"{counted(len(left_out), 'update')} behind holes ({samples} left out)")
+    return ", ".join(counts)
 
 
 def newest(marks: Sequence[Mark], most: int) -> list[Mark]:

@@ -122,7 +122,7 @@ def places_of(folder: AnyPath, records: Iterable[int]) -> Mapping[int, RecordPla
     file = folder / RECORDS
     if not file.is_file():
         return {}
-    found = dict[int, RecordPlace]()
+    places = dict[int, RecordPlace]()
     with file.open("rb") as lines:
         runs = _runs(lines)
         run, following = next(runs, None), next(runs, None)
@@ -131,8 +131,8 @@ def places_of(folder: AnyPath, records: Iterable[int]) -> Mapping[int, RecordPla
                 run, following = following, next(runs, None)
             if run is not None and run[0] <= record:
                 first, place = run
-                found[record] = place._replace(record=place.record + record - first)
-    return found
+                places[record] = place._replace(record=place.record + record - first)
+    return places
 
 
 def _runs(lines: Iterable[bytes]) -> Iterator[tuple[int, RecordPlace]]:

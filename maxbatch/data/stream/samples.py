@@ -127,11 +127,11 @@ class Mixed:
         for source, place in map(self._origin, indices):
             places.setdefault(source, []).append(place)
         before, until = self._order.counts(first), self._order.counts(end)
-        found: list[int] = []
+        samples: list[int] = []
         for source, of_source in places.items():
             again = self._epochs[source].again(of_source, before[source], until[source])
-            found += [self._index(source, place, first, end) for place in again]
-        return sorted(found)
+            samples += [self._index(source, place, first, end) for place in again]
+        return sorted(samples)
 
     def _index(self, source: int, place: int, first: int, end: int) -> int:
         """Returns the sample, of `first` to `end` - 1, that is sample `place` of a source."""

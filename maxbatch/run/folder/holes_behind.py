@@ -21,7 +21,7 @@ def refuse_other_holes(
     recorded = str(record.identity["data"].get(SKIP_SAMPLES, ""))
     if _behind(holes, seen).digest == recorded:
         return
-    stated, before = _holes_before(run_dir, seen, recorded)
+    text_before, before = _holes_before(run_dir, seen, recorded)
     position = seen if before is None else before.position_after(seen)
     where = f"{which}, after {seen} samples" + (f" (stream position {position})" if before else "")
     rule = f"must leave out what the run has left out before {where}"
@@ -29,7 +29,7 @@ def refuse_other_holes(
     if before is not None:
         text = _behind(before, seen).merged_with(holes.ahead_of(position)).text
         if len(text) > MOST_TYPED:
-            text = stated
+            text = text_before
     if before is None or len(text) > MOST_TYPED:
         rule += "; give its ranges again, or another run_dir"
         raise Refusal({SKIP_SAMPLES: _shown(holes)}, SKIP_SAMPLES, rule, {})

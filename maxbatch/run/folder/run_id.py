@@ -42,8 +42,8 @@ def forked_from(value: object) -> ForkedFrom | None:
     """Returns the origin that a JSON value states, or None; raises TypeError for another form."""
     if value is None:
         return None
-    found: ForkedFrom = checked(value, _FORK_SHAPE)
-    return {"run": found["run"], "run_id": found["run_id"], "step": found["step"]}
+    origin: ForkedFrom = checked(value, _FORK_SHAPE)
+    return {"run": origin["run"], "run_id": origin["run_id"], "step": origin["step"]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,8 +142,10 @@ class Recorder:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
             seen = self.position.samples_seen
-            own = self._holes.position_after(seen)  # as maxbatch data counts
-            where = f"samples_seen {seen}" + (f", stream_position {own}" if own != seen else "")
+            position = self._holes.position_after(seen)  # as maxbatch data counts
+            where = f"samples_seen {seen}" + (
+                f", stream_position {position}" if position != seen else ""
+            )
             raise DivergedError(
                 f"{self.position.consecutive_skips} updates in a row had {not_finite(record)} "
                 f"that is not finite (the last: step {self.position.step}, {where}); the "

@@ -289,10 +289,10 @@ def clone_files(source: AnyPath, target: AnyPath, leave_out: Collection[str] = (
       OSError: a file cannot be read or written.
     """
     if isinstance(source, RemotePath):
-        found = [str(file.relative_to(source)) for file, _ in source.files()]
+        files = [str(file.relative_to(source)) for file, _ in source.files()]
     else:
-        found = [file.relative_to(source).as_posix() for file in _files_below(source)]
-    names = [name for name in found if name not in leave_out]
+        files = [file.relative_to(source).as_posix() for file in _files_below(source)]
+    names = [name for name in files if name not in leave_out]
     in_threads(lambda name: clone_file(source / name, target / name), names, MAX_REQUESTS)
 
 
