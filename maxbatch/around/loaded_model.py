@@ -39,6 +39,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.run.compile.cache import use_persistent_cache
+from maxbatch.run.folder.json_file import finite
 from maxbatch.run.own import MakeModel, Parts, check_parts, module_maker, name_of
 from maxbatch.run.weights.parameters import open_checkpoint, open_source, placed, restored
 from maxbatch.system.code_names import code_name
@@ -348,15 +349,11 @@ def _scores(
         nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
         total, weight = total + nats, weight + count
         rows.append(
-            RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None, number)
+            RecordScore(tokens, logprobs, weights, finite(nats / count) if count else None, number)
         )
-    loss = _finite(total / weight) if weight else None
+    loss = finite(total / weight) if weight else None
     perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
     return Scores(rows, loss, perplexity, skipped)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 @overload

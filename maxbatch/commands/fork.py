@@ -14,8 +14,9 @@ from maxbatch.plan.skip_samples import holes_of
 from maxbatch.run.folder.foreign import new_folder
 from maxbatch.run.folder.fork import Fork
 from maxbatch.run.folder.holes_behind import refuse_other_holes
+from maxbatch.run.folder.run_folder import config_file
 from maxbatch.system.errors import EXIT_DONE, ConfigError
-from maxbatch.system.storage.storage import AnyPath, as_typed, missing_folder
+from maxbatch.system.storage.storage import AnyPath, as_typed
 from maxbatch.system.terminal.folding import folded_command, terminal_width
 
 _NAMES_OF_THE_FOLDER = ("run_dir", "run_name", "base_output_directory")
@@ -61,11 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_config(source: AnyPath) -> Config:
-    if missing := missing_folder(source):
-        raise ConfigError(f"{source}: {missing}; give the run_dir of a run")
-    path = source / "config.yml"
-    if not path.is_file():
-        raise ConfigError(f"{source}: no run here (no config.yml); give the run_dir of a run")
+    path = config_file(source)
     config = read_written(path)
     if config is None:
         load_config(str(path))  # its error names the fault

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.duplicates import EQUAL
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.skipped import kind_of, skipped_text
+from maxbatch.run.folder.json_file import finite
 from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.terminal.folding import counted
 from maxbatch.system.terminal.terminal import PipeConsole
@@ -103,7 +103,7 @@ def _figures(
     rows = [
         {
             "record": number,
-            "logprobs": [_finite(x) for x in score.logprobs.tolist()],
+            "logprobs": [finite(x) for x in score.logprobs.tolist()],
             "weights": score.weights.tolist(),
             "loss": score.loss,
         }
@@ -116,10 +116,6 @@ def _figures(
         "perplexity": scores.perplexity,
         "skipped_records": left_out,
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _print(scores: Scores, numbers: Sequence[int]) -> None:

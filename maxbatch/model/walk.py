@@ -10,7 +10,7 @@ sampling, B rows, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -131,9 +131,9 @@ def through(
             x_MxLxD, sums, _ = layer(x_MxLxD, tokens, rope, beside, shared)
         all_sums += [] if sums is None else [sums]
     carried = Carried(x_MxLxD, given or None, Caches(tuple(caches)) if caches else None)
-    if isinstance(module, LayerCycle) and all_sums:
-        return carried, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *all_sums)
-    return carried, all_sums[0] if all_sums else None
+    if not all_sums:
+        return carried, None
+    return carried, _stacked(all_sums) if isinstance(module, LayerCycle) else all_sums[0]
 
 
 def _beside(part: Part, layer: DecoderLayer, place: int, element: Stacked) -> Beside:
@@ -181,4 +181,12 @@ def unrolled(
     for element in stacked.one_by_one():
         carried, sums = step(carried._replace(keys=None), tokens, element)
         all_sums.append(sums)
-    return carried, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *all_sums)
+    return carried, _stacked(all_sums)
+
+
+def _stacked(sums_of_layers: Sequence[RoutingSums | None]) -> RoutingSums | None:
+    """Returns the sums of layers on a leading axis; None of layers without experts."""
+    stacked: RoutingSums | None = jax.tree.map(
+        lambda *of_layers: jnp.stack(of_layers), *sums_of_layers
+    )
+    return stacked

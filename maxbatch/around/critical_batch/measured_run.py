@@ -18,8 +18,9 @@ from maxbatch.run.folder.position import (
     committed_steps,
     read_record,
 )
+from maxbatch.run.folder.run_folder import config_file
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage.storage import AnyPath, missing_folder
+from maxbatch.system.storage.storage import AnyPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,7 @@ class MeasuredRun:
 
     @classmethod
     def read(cls, path: AnyPath, num_devices: int) -> MeasuredRun:
-        if missing := missing_folder(path):
-            raise ConfigError(f"{path}: {missing}; give the run_dir of a run")
-        if not (path / "config.yml").is_file():
-            raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
-        config, records = load_config(str(path / "config.yml")), read_metrics(path)
+        config, records = load_config(str(config_file(path))), read_metrics(path)
         refuse_own_parts(config.own_parts)
         if config.recipe.is_sampled:
             raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from maxbatch.config.config import Config
+from maxbatch.run.folder.json_file import finite
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.folder.metrics_schema import Metric
 
@@ -28,9 +28,9 @@ class Compared(NamedTuple):
         """Compares the line of an update that was taken again with that of the run."""
         return cls(
             taken[Metric.STEP],
-            _finite(taken[Metric.LOSS]),
+            finite(taken[Metric.LOSS]),
             recorded[Metric.LOSS],
-            _finite(taken[Metric.GRAD_NORM]),
+            finite(taken[Metric.GRAD_NORM]),
             recorded.get(Metric.GRAD_NORM),
             taken[Metric.DATA_FINGERPRINT],
             str(recorded.get(Metric.DATA_FINGERPRINT)),
@@ -60,10 +60,6 @@ class Compared(NamedTuple):
 def computes_exactly(config: Config) -> bool:
     """Returns whether the layouts of a run differ by rounding of float32 alone."""
     return config.dtype == config.weight_dtype == "float32" and not config.quantization
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _is_close(computed: float | None, recorded: float | None) -> bool:

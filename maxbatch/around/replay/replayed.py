@@ -148,7 +148,7 @@ def _shown_samples(update: Before, wanted: Wanted) -> list[ShownSample]:
     losses: list[list[list[tuple[str, float | None]]]] = [[] for _ in measured]
     if wanted.has_losses:
         losses = _losses_of(stream, rows, token_losses(update, rows))
-    return [ShownSample(*parts) for parts in zip(measured, documents, losses, strict=True)]
+    return [ShownSample(*fields) for fields in zip(measured, documents, losses, strict=True)]
 
 
 def _losses_of(
@@ -157,9 +157,9 @@ def _losses_of(
     """Returns the pieces of text of each document of each sample."""
     pieces_by_sample = []
     for tokens, segments, of_sample in zip(rows["tokens"], rows["segments"], losses, strict=True):
-        parts = (segments == number for number in range(1, int(segments.max(initial=0)) + 1))
+        masks = (segments == number for number in range(1, int(segments.max(initial=0)) + 1))
         pieces_by_sample.append(
-            [pieces_of_text(stream.tokenizer, tokens[part], of_sample[part]) for part in parts]
+            [pieces_of_text(stream.tokenizer, tokens[mask], of_sample[mask]) for mask in masks]
         )
     return pieces_by_sample
 

@@ -20,6 +20,7 @@ import optax
 from maxbatch.around.replay.updates import Before, rows_of
 from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.parallel.trees import State
+from maxbatch.run.folder.json_file import finite
 from maxbatch.run.pretraining import PlannedPretraining
 from maxbatch.update.balance import Scale
 from maxbatch.update.batch_sums import BatchSums
@@ -120,11 +121,6 @@ def _programs(task: PlannedPretraining, shape: BatchShape) -> _Programs:
         return _Part(alone.loss, alone.weight, norm, optax.tree.vdot(whole.gradient, part))
 
     return _Programs(jax.jit(find_whole), jax.jit(find_part), single)
-
-
-def finite(number: float) -> float | None:
-    """Returns a number that JSON has; None for one that is not finite."""
-    return number if math.isfinite(number) else None
 
 
 def _mean(gradient: State, weight: jax.Array) -> State:

@@ -34,6 +34,7 @@ from maxbatch.run.context import RunContext
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import CheckpointRecord, Position, newest_record
+from maxbatch.run.folder.run_folder import REFERENCE_FILE
 from maxbatch.run.pretraining import (
     OpenedPretraining,
     PlannedPretraining,
@@ -49,7 +50,6 @@ from maxbatch.run.weights.parameters import FirstParameters, open_source, open_s
 from maxbatch.system.storage.storage import AnyPath
 from maxbatch.update.state import TrainState
 
-_REFERENCE_FILE = "reference.bin"  # of pairs: read from the run, so that it is not computed again
 # How the run was laid out, which an update does not depend on.
 _LAYOUT = (
     *(axis_key(net, axis) for net in ("ici", "dcn") for axis in AXES),
@@ -190,9 +190,10 @@ def _config_here(config: Config, folder: Path) -> Config:
 
 
 def _copy_reference(run_dir: AnyPath, folder: Path) -> None:
-    file = run_dir / _REFERENCE_FILE
+    """Copies the reference of pairs, so that it is not computed again."""
+    file = run_dir / REFERENCE_FILE
     if file.is_file():
-        with file.open("rb") as there, open(folder / _REFERENCE_FILE, "wb") as here:
+        with file.open("rb") as there, open(folder / REFERENCE_FILE, "wb") as here:
             shutil.copyfileobj(there, here)
 
 

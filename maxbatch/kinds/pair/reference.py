@@ -36,6 +36,7 @@ from maxbatch.kinds.pair.scored_answers import rows_of_answers, sum_by_answer
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.run.folder.run_folder import REFERENCE_FILE
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage.storage import AnyPath
@@ -43,7 +44,6 @@ from maxbatch.system.terminal.folding import counted
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.reference import SampleRange
 
-REFERENCE_FILE = "reference.bin"
 Figures = tuple[np.ndarray, np.ndarray]  # of n samples: hashes, uint64[n], and float32[n, A]
 _READ_SAMPLES = 1024  # samples per read, when looking for unknown ones
 

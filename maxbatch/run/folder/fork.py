@@ -73,8 +73,8 @@ class Fork:
         """
         steps = committed_steps(run)
         if step not in steps:
-            below = [one for one in steps if one < step][:1]
-            above = [one for one in steps if one > step][-1:]
+            below = [other for other in steps if other < step][:1]
+            above = [other for other in steps if other > step][-1:]
             raise ConfigError(
                 f"{run}: has no checkpoint of step {step}{remedy(sorted(below + above))}"
             )
@@ -143,8 +143,8 @@ class Fork:
         for name in _LOGS:
             if lines := lines_until(self.run / name, self.step):
                 write_atomically(place / name, b"".join(lines))
-        if devices := [one for one in read_devices(self.run) if one.first_step <= self.step]:
-            write_json(place / DEVICES_FILE, [dataclasses.asdict(one) for one in devices])
+        if devices := [used for used in read_devices(self.run) if used.first_step <= self.step]:
+            write_json(place / DEVICES_FILE, [dataclasses.asdict(used) for used in devices])
         if (reference := self.run / REFERENCE_FILE).is_file():
             clone_file(reference, place / REFERENCE_FILE)
         self._fork_warm_start(place / WARM_START, target / WARM_START)
@@ -166,9 +166,11 @@ class Fork:
         source, copy = self.run / "checkpoints" / step, place / "checkpoints" / step
         mark = _mark_of(source)
         clone_files(source, copy, leave_out=(_RECORD, COMMITTED_FILE))
-        own = record._replace(run_id=identity.run_id, forked_from=identity.forked_from, line=None)
+        forked = record._replace(
+            run_id=identity.run_id, forked_from=identity.forked_from, line=None
+        )
         (copy / "position").mkdir(parents=True, exist_ok=True)
-        write_atomically(copy / _RECORD, json.dumps(own.to_json()))
+        write_atomically(copy / _RECORD, json.dumps(forked.to_json()))
         if _mark_of(source) != mark:
             raise FileNotFoundError(source)
         write_atomically(copy / COMMITTED_FILE, b"")
@@ -185,8 +187,10 @@ class Fork:
             except (DamagedError, FileNotFoundError):
                 remove_tree(place / "checkpoints" / str(best.step))
                 return
-        stated = read_best(checkpoints)
-        is_extra = stated is not None and stated.step == best.step and stated.is_extra
+        best_of_run = read_best(checkpoints)
+        is_extra = (
+            best_of_run is not None and best_of_run.step == best.step and best_of_run.is_extra
+        )
         named = BestCheckpoint(best.step, best.loss, is_extra)
         write_atomically(place / "checkpoints" / BEST, named.to_bytes())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +14,11 @@ from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.storage import AnyPath
 
 T = TypeVar("T")
+
+
+def finite(number: float | None) -> float | None:
+    """Returns a number that JSON has; None for one that is not finite."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None:

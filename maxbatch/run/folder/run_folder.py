@@ -21,7 +21,14 @@ from maxbatch.run.folder.run_id import RUN_FILE, ForkedFrom, RunIdentity, read_i
 from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.leases import LOCK_FILE, Hold, hold_folder
-from maxbatch.system.storage.storage import AnyPath, as_path, is_misplaced, probe, remove_tree
+from maxbatch.system.storage.storage import (
+    AnyPath,
+    as_path,
+    is_misplaced,
+    missing_folder,
+    probe,
+    remove_tree,
+)
 
 # of a run that was measured
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")
@@ -44,6 +51,16 @@ _KEPT_ANEW = (LOCK_FILE, RUN_FILE)
 _LOOK_S = 0.2
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
+
+
+def config_file(run: AnyPath) -> AnyPath:
+    """Returns the path of the config of a run; raises ConfigError if there is no run."""
+    if missing := missing_folder(run):
+        raise ConfigError(f"{run}: {missing}; give the run_dir of a run")
+    file = run / "config.yml"
+    if not file.is_file():
+        raise ConfigError(f"{run}: no run here (no config.yml); give the run_dir of a run")
+    return file
 
 
 class RunFolder:
