@@ -91,11 +91,13 @@ def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
             if name.startswith("-")
             else f": the key is {key}"
         )
+    answer = f" {'; or '.join(row.answer() for row in rows)}"
+    if rows and "*" not in rows[0].word:
+        return answer
     near = misspelt(name)
     is_misspelt = near is not None and difflib.SequenceMatcher(None, name, near).ratio() >= _ALMOST
-    # a typo resembles a pattern of words too
-    if rows and not (is_misspelt and "*" in rows[0].word):
-        return f" {'; or '.join(row.answer() for row in rows)}"
+    if rows and not is_misspelt:  # a typo resembles a pattern of words too
+        return answer
     return (
         f"; nearest: {near}"
         if near
