@@ -10,7 +10,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests.helpers.pages import blocks_of
+from tests.helpers.transformers_models import COMMON, VOCABULARY
 
 ROOT = Path(__file__).parents[1]
 
@@ -256,6 +260,105 @@ def test_a_family_in_the_form_of_llama_is_a_record(tmp_path: Path) -> None:
         },
     )
     assert "decoder_block: toy " in copy("config", "decoder_block=toy", "vocab_size=300")
+
+
+class SmolLM3(Copy):
+    """A copy of the package with the family that the page on models adds."""
+
+    def __init__(self, folder: Path) -> None:
+        record, line, rows = (
+            block.text for block in blocks_of("docs/models.md") if block.language == "python"
+        )
+        super().__init__(folder, {"families/smollm3.py": record}, {})
+        self._replace("families/family.py", "\n\nDEFAULT", f"\n{line}\nDEFAULT")
+        self._replace("families/family.py", "for family in (\n", "for family in (\n    SMOLLM3,")
+        at = "\nFORMS_OF_SOME = ("
+        self._replace(
+            "around/huggingface/folder/form_rows.py", at, f"\n{rows}\n{at}_ROTATED_IN_MOST, "
+        )
+
+    def _replace(self, name: str, text: str, other: str) -> None:
+        file = self.folder / "maxbatch" / name
+        assert file.read_text().count(text) == 1, (name, text)
+        file.write_text(file.read_text().replace(text, other))
+
+
+@pytest.fixture(scope="module")
+def with_smollm3(tmp_path_factory: pytest.TempPathFactory) -> SmolLM3:
+    return SmolLM3(tmp_path_factory.mktemp("smollm3"))
+
+
+# The `config.json` of SmolLM3-3B, and its parameters.
+SMOLLM3 = {
+    "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256, "rope_theta": 5e6,
+    "rms_norm_eps": 1e-6, "no_rope_layers": [1, 1, 1, 0] * 9, "max_position_embeddings": 65536,
+}  # fmt: skip
+SMOLLM3_SIZE = 3_075_098_624
+_IMPORTED = """
+import json, sys
+from maxbatch import load_config
+from maxbatch.around.huggingface.folder.model_fields import config_json, model_keys
+from maxbatch.families.cycle import cycle_of
+from maxbatch.families.matrices import model_size
+fields = json.loads(FIELDS)
+keys = model_keys(fields, "config.json")
+config = load_config(overrides=[f"{key}={text}" for key, text in keys.items()])
+written = config_json(config.decoder, "float32", {})
+rotated = [form.has_rope for form in cycle_of(config.model)]
+print(json.dumps([model_size(config.model), rotated, {name: written[name] for name in fields}]))
+"""
+
+
+def test_the_page_on_models_adds_a_family_whose_layers_have_a_form_of_their_own(
+    with_smollm3: SmolLM3,
+) -> None:
+    code = _IMPORTED.replace("FIELDS", repr(json.dumps(SMOLLM3)))
+    size, rotated, written = json.loads(with_smollm3.runs(code))
+    assert (size, rotated) == (SMOLLM3_SIZE, [True, True, True, False])
+    assert written == SMOLLM3 | {"max_position_embeddings": written["max_position_embeddings"]}
+
+
+_SCORED = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from maxbatch.model.loss import token_logprobs
+from maxbatch.run.weights.parameters import open_source, restored
+source = open_source(sys.argv[1])
+config = source.config(["max_target_length=40"])
+graphdef, params = restored(source, config.decoder, None)
+tokens = jnp.asarray(np.load(sys.argv[1] + "/tokens.npy"), jnp.int32)
+made = jax.jit(lambda p: token_logprobs(nnx.merge(graphdef, p), tokens, jnp.ones_like(tokens)))
+np.save(sys.argv[1] + "/logprobs.npy", np.asarray(made(params).logprobs_MxL)[:, 1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_the_family_that_the_page_on_models_adds_is_that_of_transformers(
+    with_smollm3: SmolLM3, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.SmolLM3Config(
+        **COMMON, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    )
+    model = transformers.SmolLM3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(1, VOCABULARY, (2, 40))
+    np.save(tmp_path / "tokens.npy", tokens)
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits[:, :-1]
+    expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
+    with_smollm3.runs(_SCORED.replace("sys.argv[1]", repr(str(tmp_path))))
+    found = np.load(tmp_path / "logprobs.npy")
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-4)
 
 
 _COMMAND = '''"""`maxbatch toy`: prints a line."""

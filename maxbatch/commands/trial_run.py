@@ -21,6 +21,7 @@ from maxbatch.config.values import value_text
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES
+from maxbatch.families.forms.form import TinySizes
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
@@ -136,24 +137,22 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
-    last = layers if config.num_kv_shared_layers else 0
-    of_attention: dict[str, object] = {}
-    for form in FAMILIES[config.decoder_block].attention_forms:
-        of_attention |= form.small_keys(config, _HEADS, _HEAD)
+    tiny = TinySizes(_HEADS, _HEAD, _LENGTH, layers)
+    of_forms: dict[str, object] = {}
+    for form in FAMILIES[config.decoder_block].forms:
+        of_forms |= form.small_keys(config, tiny)
     return {
-        "base_num_decoder_layers": max(2, layers + last) + dense,
+        "base_num_decoder_layers": max(2, layers) + dense,
         "first_num_dense_layers": dense,
-        "num_kv_shared_layers": last,
         "base_num_kv_heads": kv_heads,
         "global_num_kv_heads": kv_heads if config.global_num_kv_heads else 0,
         "num_experts": _EXPERTS if has_experts else 1,
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),
         "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,
         "sliding_window_size": min(config.sliding_window_size, _LENGTH // 2),
-        "chunk_attn_window_size": min(config.chunk_attn_window_size, _LENGTH // 2),
         "trainable_position_size": min(config.trainable_position_size, _LENGTH),
         **factors,
-        **of_attention,
+        **of_forms,
         **{name: min(int(config[name]), most) for name, most in _MOST_OF_EXPERTS.items()},
     }
 

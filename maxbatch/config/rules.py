@@ -22,8 +22,10 @@ from maxbatch.config.sections import (
 )
 from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.families.cycle import cycle_length
-from maxbatch.families.family import FAMILIES, GLOBAL, LOCAL
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.forms.form import refusal
 from maxbatch.families.matrices import KEPT_OF_EXPERTS, OF_PEFT
+from maxbatch.families.record import GLOBAL, LOCAL
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.
@@ -260,7 +262,7 @@ def check_rules(config: AllKeys) -> None:
             "auto",
         )
     for name in customised_tensors(config):
-        if config.remat_policy != "custom" and (family.has_experts or name not in KEPT_OF_EXPERTS):
+        if config.remat_policy != "custom" and (family.experts or name not in KEPT_OF_EXPERTS):
             rule = "has an effect only with remat_policy=custom"
             raise ConfigError(f"{name}={config[name]}: {rule}; works: remat_policy=custom")
     if config.early_stopping_patience is not None and config.eval_interval == -1:
@@ -298,7 +300,8 @@ def check_rules(config: AllKeys) -> None:
     _check_family(config)
     _check_layers(config)
     _check_cycle(config)
-    _check_experts(config)
+    for form in family.forms:
+        form.check(config)
     if config.quantization == "int8":
         _check_int8_sums(config)
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
@@ -358,7 +361,7 @@ def _check_query_scale(config: AllKeys) -> None:
     family = FAMILIES[config.decoder_block]
     reasons = {
         "use_qk_norm=true, whose norm would remove the scale": config.use_qk_norm,
-        f"decoder_block={config.decoder_block}, whose queries are made of latents": not family.attention.scales_queries,
+        f"decoder_block={config.decoder_block}, {family.attention.unscaled_queries}": family.attention.unscaled_queries,
         f"decoder_block={config.decoder_block}, whose heads differ in width": family.attention.has_global_heads,
         "lora_rank, whose adapters would not be scaled": config.lora_rank,
     }
@@ -369,7 +372,7 @@ def _check_query_scale(config: AllKeys) -> None:
 
 def _check_gemma_scale(config: AllKeys) -> None:
     """Raises ConfigError for another family whose embedding would hold Gemma's factor."""
-    if config.gemma_weights_scaled and not FAMILIES[config.decoder_block].scales_embedding:
+    if config.gemma_weights_scaled and not FAMILIES[config.decoder_block].embedding.is_scaled:
         rule = (
             f"false beside decoder_block={config.decoder_block}, whose embedding has no factor "
             "sqrt(base_emb_dim)"
@@ -463,13 +466,14 @@ def _check_layers(config: AllKeys) -> None:
         )
         raise config.fault("attention_type", rule, GLOBAL)
     beside = f"beside attention_type={config.attention_type}"
-    works = (
+    works: dict[str, object] = (
         {"sliding_window_size": 1024} if LOCAL in pattern and not config.sliding_window_size else {}
     )
-    if config.chunk_attn_window_size and LOCAL in pattern:
-        raise _refusal(config, f"0 {beside}", {"chunk_attn_window_size": 0} | works)
+    for form in forms:
+        if LOCAL in pattern and (excluded := form.excluded_by_windows(config)):
+            raise refusal(config, f"{next(iter(excluded.values()))} {beside}", excluded | works)
     if works:
-        raise _refusal(config, f"at least 1 {beside}", works)
+        raise refusal(config, f"at least 1 {beside}", works)
     positions, length = config.trainable_position_size, config.max_target_length
     if 0 < positions < length:
         raise config.fault(
@@ -495,40 +499,23 @@ def _check_cycle(config: AllKeys) -> None:
         "inhomogeneous_layer_cycle_interval",
     )
     if too_long := {name: layers for name in steps if config[name] > layers}:
-        raise _refusal(config, f"at most base_num_decoder_layers={layers}", too_long)
+        raise refusal(config, f"at most base_num_decoder_layers={layers}", too_long)
     works: dict[str, object] = {}
-    rule, last = (
-        f"a multiple of {length}, the layers of a cycle of forms",
-        config.num_kv_shared_layers,
-    )
+    rule = f"a multiple of {length}, the layers of a cycle of forms"
     if layers % length:
         works["base_num_decoder_layers"] = layers = max(1, round(layers / length)) * length
-    if last % length or last >= layers:
-        rule += "" if works else f", below base_num_decoder_layers={layers}"
-        works["num_kv_shared_layers"] = last = (
-            min(round(last / length), layers // length - 1) * length
-        )
-    if config.use_double_wide_mlp and not last:
-        rule = rule if works else "false beside num_kv_shared_layers=0: no layer would have it"
-        works["use_double_wide_mlp"] = "false"
+    for form in FAMILIES[config.decoder_block].forms:
+        rule, works = form.in_cycles(config, layers, length, rule, works)
     if works:
-        raise _refusal(config, rule, works)
+        raise refusal(config, rule, works)
     no_rope: dict[str, object] = (
         {"temperature_tuning": "false"} if config.temperature_tuning else {}
     )
     if no_rope and config.nope_layer_interval == -1:
-        raise _refusal(config, "false beside nope_layer_interval=-1: all layers have RoPE", no_rope)
+        raise refusal(config, "false beside nope_layer_interval=-1: all layers have RoPE", no_rope)
     if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
         rule = "-1 beside trainable_position_size, which leaves out RoPE"
-        raise _refusal(config, rule, {"nope_layer_interval": -1} | no_rope)
-
-
-def _refusal(config: AllKeys, rule: str, works: Mapping[str, object]) -> ConfigError:
-    """Returns the refusal of a key's value; `works` holds all keys to change, this one first."""
-    (name, nearest), *others = works.items()
-    return config.fault(
-        name, rule, " ".join([str(nearest), *(f"{key}={value}" for key, value in others)])
-    )
+        raise refusal(config, rule, {"nope_layer_interval": -1} | no_rope)
 
 
 # Keys without effect in a model without experts.
@@ -573,13 +560,13 @@ def _check_family(config: AllKeys) -> None:
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
     if not _has_experts(config) and (works := defaults_of_stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | defaults_of_stated(lacks)
-        others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
+        others = ", ".join(name for name, other in FAMILIES.items() if other.experts)
         why = (
             f"with num_experts={config.num_experts}"
-            if family.has_experts
+            if family.experts
             else f"(experts are in {others})"
         )
-        raise _refusal(
+        raise refusal(
             config, f"{works[name]} beside {block}, whose layers have no experts {why}", works
         )
     if works := defaults_of_stated((*lacks, *family.attention.lacks)):
@@ -588,134 +575,12 @@ def _check_family(config: AllKeys) -> None:
             other.decoder_block for other in FAMILIES.values() if name in other.own_keys
         )
         only = f" (only in {having})" if having else ""
-        raise _refusal(config, f"{works[name]} beside {block}, which lacks it{only}", works)
+        raise refusal(config, f"{works[name]} beside {block}, which lacks it{only}", works)
 
 
 def _has_experts(config: AllKeys) -> bool:
-    family = FAMILIES[config.decoder_block]
-    return family.has_experts and (config.num_experts > 1 or not family.has_experts_beside_mlp)
-
-
-def _check_experts(config: AllKeys) -> None:
-    """Raises ConfigError for keys of experts, or of the family's own form, that exclude each
-    other.
-    """
-    family, num_experts = FAMILIES[config.decoder_block], config.num_experts
-    block = f"decoder_block={family.decoder_block}"
-    if family.attention.has_global_heads:
-        _check_global_heads(config, block)
-    if not _has_experts(config):
-        return
-    needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
-    needs = (
-        {"routed_score_func": "sigmoid", "norm_topk_prob": "false"}
-        if family.weighs_inputs
-        else needs
-    )
-    needed = {name: text for name, text in needs.items() if value_text(config[name]) != text}
-    if num_experts < 2:
-        choices, best, groups = (
-            config.num_experts_per_tok,
-            config.topk_routing_group,
-            max(1, config.n_routing_groups),
-        )
-        least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
-        several = {"num_experts": str(-(-least // groups) * groups)} | needed
-        raise _refusal(config, f"at least 2 beside {block}, whose layers have experts", several)
-    if needed:
-        value = next(iter(needed.values()))
-        why = (
-            "always normalises"
-            if family.always_normalises
-            else "multiplies the experts' inputs by their scores"
-        )
-        raise _refusal(config, f"{value} beside {block}, which {why}", needed)
-    if config.num_experts_per_tok > num_experts:
-        groups, best = config.n_routing_groups, config.topk_routing_group
-        most = (
-            min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
-        )
-        raise config.fault(
-            "num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most)
-        )
-    if config.routed_bias_update_rate and not config.routed_bias:
-        raise config.fault(
-            "routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0
-        )
-    if config.routed_bias_update_rate and config.lora_rank:
-        raise config.fault(
-            "routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0
-        )
-    if family.expert_limit is not None and config.mlp_activations != "silu,linear":
-        raise config.fault(
-            "mlp_activations",
-            f"silu,linear beside {block}, whose activation is fixed",
-            "silu,linear",
-        )
-    if not config.mlp_activations.endswith(",linear"):
-        raise config.fault("mlp_activations", f"gated beside {block}", "silu,linear")
-    for form in family.attention_forms:
-        form.check(config)
-    if "first_num_dense_layers" in family.own_keys:
-        _check_first_layers(config)
-    if "n_routing_groups" in family.own_keys:
-        _check_groups(config)
-
-
-def _check_global_heads(config: AllKeys, block: str) -> None:
-    """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the
-    family.
-    """
-    heads, kv_heads = config.base_num_query_heads, config.global_num_kv_heads
-    if kv_heads and heads % kv_heads:
-        divisors = (number for number in range(1, heads + 1) if heads % number == 0)
-        nearest = min(divisors, key=lambda number: abs(number - kv_heads))
-        raise config.fault(
-            "global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest
-        )
-    if config.rope_type != "default":
-        raise config.fault(
-            "rope_type", f"default beside {block}, which rotates a part of a head", "default"
-        )
-    if config.trainable_position_size != -1:
-        raise config.fault(
-            "trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1
-        )
-
-
-def _check_first_layers(config: AllKeys) -> None:
-    """Raises ConfigError for first layers without experts that leave no other layer."""
-    layers = config.base_num_decoder_layers
-    if config.first_num_dense_layers >= layers:
-        raise config.fault(
-            "first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1
-        )
-
-
-def _check_groups(config: AllKeys) -> None:
-    """Raises ConfigError for groups of experts that do not suit their number."""
-    experts, choices = config.num_experts, config.num_experts_per_tok
-    groups, best = config.n_routing_groups, config.topk_routing_group
-    if groups == -1:
-        if best != -1:
-            raise config.fault(
-                "topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1
-            )
-        return
-    if experts % groups or (groups > 1 and experts < 2 * groups):
-        sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
-        nearest = min(sizes, key=lambda number: (abs(number - groups), number))
-        rule = f"a divisor of num_experts={experts} with at least 2 experts per group, ranked by its two best"
-        works, fewest = {"n_routing_groups": nearest}, -(-choices // (experts // nearest))
-        if best != -1 and not fewest <= best <= nearest:
-            works["topk_routing_group"] = min(max(best, fewest), nearest)
-        raise _refusal(config, rule, works)
-    if best > groups:
-        raise config.fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)
-    if best != -1 and choices > best * (experts // groups):
-        least = -(-choices // (experts // groups))
-        rule = f"at least {least}: num_experts_per_tok={choices} experts need as many groups of {experts // groups}"
-        raise config.fault("topk_routing_group", rule, least)
+    experts = FAMILIES[config.decoder_block].experts
+    return experts is not None and experts.are_in(config)
 
 
 def _check_factors(config: AllKeys) -> None:

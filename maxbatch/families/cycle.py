@@ -9,8 +9,9 @@ import math
 from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
-from maxbatch.families.family import FAMILIES, LOCAL, Family, is_local_layer
+from maxbatch.families.family import FAMILIES
 from maxbatch.families.forms.attention import AttentionForm
+from maxbatch.families.record import LOCAL, Family, is_local_layer
 
 
 class LayerForm(NamedTuple):
@@ -18,7 +19,7 @@ class LayerForm(NamedTuple):
 
     attention: AttentionForm
     has_experts: bool  # in place of an MLP, or beside it
-    # Whether it sees a window or a chunk only; None: as `attention_type` states for each layer.
+    # Whether it sees a part of its document only; None: as `attention_type` states for each layer.
     is_local: bool | None = None
     has_rope: bool = True  # in a model with RoPE
 
@@ -26,14 +27,14 @@ class LayerForm(NamedTuple):
 def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     """Returns the forms that layers of a family may have."""
     if not family.has_cycle:
-        return (LayerForm(family.attention, family.has_experts),)
+        return (LayerForm(family.attention, family.experts is not None),)
     if family.attention_before is not None:
         return tuple(
             LayerForm(attention, has_experts=True, is_local=False)
             for attention in (family.attention_before, family.attention)
         )
     windows = (True, False) if family.attention.has_global_heads else (False,)
-    may_have = (False, True) if family.has_experts else (False,)
+    may_have = (False, True) if family.experts else (False,)
     return tuple(
         LayerForm(family.attention, has_experts, is_local)
         for has_experts in may_have
@@ -72,19 +73,20 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
         )
         return (before,) * (model.inhomogeneous_layer_cycle_interval - 1) + (last,)
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
-    may_have = family.has_experts and (model.num_experts > 1 or not family.has_experts_beside_mlp)
-    unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0
+    may_have = family.experts is not None and family.experts.are_in(model)
+    unrotated_step = max(0, model.nope_layer_interval)
 
     def form(place: int) -> LayerForm:
         has_rope = unrotated_step == 0 or (place + 1) % unrotated_step > 0
-        is_local = has_rope if has_chunks else windows[place % len(windows)].strip() == LOCAL
+        by_pattern = windows[place % len(windows)].strip() == LOCAL
+        is_local = family.attention.is_local(model, has_rope, by_pattern)
         has_experts = may_have and (place + 1) % experts_step == 0
         return LayerForm(family.attention, has_experts, is_local, has_rope)
 
     return tuple(map(form, range(cycle_length(model))))
 
 
-def places_of_shared_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
+def places_of_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
     """Returns, for each place of a cycle, the last place with the same sight: local or global.
 
     Layers without keys of their own take the keys of that place, from the last cycle of layers that

@@ -12,19 +12,20 @@ from functools import cache
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import LayerForm, cycle_length, cycle_of, possible_forms
-from maxbatch.families.family import ATTENTION_FORMS, FAMILIES
+from maxbatch.families.family import FAMILIES, FORMS
+from maxbatch.families.forms.form import Form
 from maxbatch.families.parameter import (
     DENSE_LAYERS,
-    KV_SHARED_LAYERS,
+    LAST_LAYERS,
     LAYERS,
     STACKS,
     Parameter,
     ParameterPath,
 )
+from maxbatch.families.record import Family
 
-ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
 # Axes of vectors that are computed in float32.
-NORMS = ("norm", "input_norm", *(axis for form in ATTENTION_FORMS for axis in form.in_float32))
+NORMS = tuple(dict.fromkeys(axis for form in FORMS for axis in form.in_float32))
 
 # Matrices by their names in Hugging Face's models of LLaMA's form, which PEFT's adapters take.
 OF_PEFT = {
@@ -66,31 +67,22 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "heads": model.base_num_query_heads,
         "kv_heads": model.base_num_kv_heads,
         "head_dim": model.head_dim,
-        "global_head_dim": global_head_dim(model),
-        "global_kv_heads": model.global_num_kv_heads or model.base_num_kv_heads,
-        "layer": 1,
-        "mlp": model.base_mlp_dim,
-        "experts": model.num_experts,
-        "kv_shared_mlp": model.base_mlp_dim * (2 if model.use_double_wide_mlp else 1),
-        "input_layers": model.base_num_decoder_layers,
-        **dict.fromkeys(
-            ("layer_input", "gated_input", "input_norm"),
-            FAMILIES[model.decoder_block].layer_input_width,
-        ),
-        "router": model.num_experts,
-        "moe_mlp": moe_mlp_dim(model),
-        "shared_mlp": model.shared_experts * moe_mlp_dim(model),
-        "shared_gate": 1,
-        **{axis: size for form in ATTENTION_FORMS for axis, size in form.axis_sizes(model).items()},
+        **{axis: size for form in forms_of(model) for axis, size in form.axis_sizes(model).items()},
     }
 
 
+def forms_of(model: ModelConfig) -> tuple[Form, ...]:
+    """Returns the forms of the parts of a model's layers."""
+    return FAMILIES[model.decoder_block].forms
+
+
 def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
-    first, last = model.first_num_dense_layers, model.num_kv_shared_layers
+    last_layers = FAMILIES[model.decoder_block].last_layers
+    first, last = model.first_num_dense_layers, last_layers.num_layers(model) if last_layers else 0
     sizes = {
         DENSE_LAYERS: first,
         LAYERS: model.base_num_decoder_layers - first - last,
-        KV_SHARED_LAYERS: last,
+        LAST_LAYERS: last,
     }
     return sizes[stack]
 
@@ -129,7 +121,7 @@ def attention_widths(model: ModelConfig, is_local: bool = False) -> tuple[int, i
 
 
 def global_head_dim(model: ModelConfig) -> int:
-    """Returns the width of a head in global layers, without latents."""
+    """Returns the width of a head in global layers, if attention is of grouped queries."""
     is_wide = FAMILIES[model.decoder_block].attention.has_global_heads
     return 2 * model.head_dim if is_wide else model.head_dim
 
@@ -147,23 +139,13 @@ def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
 
 def weight_offset(model: ModelConfig, path: ParameterPath) -> float:
     """Returns the offset of a parameter from its usual value in a model whose norms hold 1 + scale."""
-    holds_one = FAMILIES[model.decoder_block].norm_adds_one and not norms_add_one(model)
+    holds_one = FAMILIES[model.decoder_block].norms.add_one and not norms_add_one(model)
     return 1.0 if holds_one and path[-1] == "scale" else 0.0
 
 
 def norms_add_one(model: ModelConfig) -> bool:
     """Returns whether a norm multiplies by 1 + scale."""
-    return FAMILIES[model.decoder_block].norm_adds_one and not model.gemma_weights_scaled
-
-
-def moe_mlp_dim(model: ModelConfig) -> int:
-    """Returns the hidden width of an expert."""
-    return model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim
-
-
-def is_gated(model: ModelConfig) -> bool:
-    """Returns whether the MLP multiplies an activated projection with a linear one."""
-    return model.mlp_activations.endswith(",linear")
+    return FAMILIES[model.decoder_block].norms.add_one and not model.gemma_weights_scaled
 
 
 @cache
@@ -172,163 +154,59 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     creation.
     """
     family = FAMILIES[decoder_block]
-
-    def norm(name: str, axis: str = "norm") -> tuple[Parameter, ...]:
-        weights = ("scale", "bias") if family.norm == "layer" else ("scale",)
-        return tuple(Parameter(f"{name}.{part}", (axis,)) for part in weights)
-
-    def has_mlp_bias(model: ModelConfig) -> bool:
-        return model.mlp_projection_bias or family.has_mlp_biases
-
-    def mlp_rows(mlp: str, hidden: str = "mlp") -> tuple[Parameter, ...]:
-        return (
-            Parameter(f"{mlp}.gate", (hidden,), ("embed",), kept="mlpwi_0", has=is_gated),
-            # without a gate, the name of the gate
-            Parameter(f"{mlp}.up", (hidden,), ("embed",), kept="mlpwi_1"),
-            Parameter(f"{mlp}.down", ("embed",), (hidden,), kept="mlpwo"),
-            Parameter(f"{mlp}.gate_bias", (hidden,), has=lambda m: is_gated(m) and has_mlp_bias(m)),
-            Parameter(f"{mlp}.up_bias", (hidden,), has=has_mlp_bias),
-            Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
-        )
-
-    def shared_rows(shared: str) -> tuple[Parameter, ...]:
-        def has(model: ModelConfig) -> bool:
-            return model.shared_experts > 0
-
-        return (
-            Parameter(f"{shared}.gate", ("shared_mlp",), ("embed",), kept="mlpwi_0", has=has),
-            Parameter(f"{shared}.up", ("shared_mlp",), ("embed",), kept="mlpwi_1", has=has),
-            Parameter(f"{shared}.down", ("embed",), ("shared_mlp",), kept="mlpwo", has=has),
-            *(
-                (Parameter(f"{shared}.shared_gate", ("shared_gate",), ("embed",), has=has),)
-                if family.has_shared_gate
-                else ()
-            ),
-        )
-
-    def experts_rows(experts: str) -> tuple[Parameter, ...]:
-        biases = (
-            Parameter(f"{experts}.router_bias", ("router",)),
-            Parameter(f"{experts}.expert_gate_bias", ("moe_mlp",), per_expert=True),
-            Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
-            Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
-        )
-        scales = (
-            Parameter(f"{experts}.router_scale", ("norm",)),
-            Parameter(f"{experts}.expert_scale", ("router",)),
-        )
-        return (
-            Parameter(f"{experts}.router", ("router",), ("embed",)),
-            Parameter(
-                f"{experts}.expert_gate",
-                ("moe_mlp",),
-                ("embed",),
-                per_expert=True,
-                kept="moe_mlpwi_0",
-            ),
-            Parameter(
-                f"{experts}.expert_up",
-                ("moe_mlp",),
-                ("embed",),
-                per_expert=True,
-                kept="moe_mlpwi_1",
-            ),
-            Parameter(
-                f"{experts}.expert_down",
-                ("embed",),
-                ("moe_mlp",),
-                per_expert=True,
-                kept="moe_mlpwo",
-            ),
-            *(biases if family.has_expert_biases else ()),
-            *(scales if family.has_experts_beside_mlp else ()),
-            Parameter(
-                f"{experts}.{ROUTED_BIAS}",
-                ("router",),
-                is_float32=True,
-                has=lambda m: m.routed_bias,
-            ),
-        )
-
-    def mlp_or_experts(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
-        if not has_experts:
-            return mlp_rows(
-                f"{stack}.mlp", "kv_shared_mlp" if stack.startswith(KV_SHARED_LAYERS) else "mlp"
-            )
-        if not family.has_experts_beside_mlp:
-            return experts_rows(f"{stack}.experts")
-        return (
-            *mlp_rows(f"{stack}.mlp"),
-            *norm(f"{stack}.mlp_own_norm"),
-            *norm(f"{stack}.experts_norm"),
-            *experts_rows(f"{stack}.experts"),
-            *norm(f"{stack}.experts_own_norm"),
-        )
-
-    def layer_input_rows(stack: str) -> tuple[Parameter, ...]:
-        return (
-            Parameter(f"{stack}.input_gate", ("gated_input",), ("embed",)),
-            Parameter(f"{stack}.input_out", ("embed",), ("gated_input",)),
-            *norm(f"{stack}.input_norm"),
-        )
-
-    def layer_inputs_rows() -> tuple[Parameter, ...]:
-        of_layers = ("input_layers", "layer_input")
-        return (
-            Parameter("layer_inputs.embedding", of_layers, ("vocab",), is_lookup=True),
-            Parameter("layer_inputs.projection", of_layers, ("embed",)),
-            *norm("layer_inputs.norm", "input_norm"),
-        )
-
-    def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
-        attention = form.attention.rows(f"{stack}.attention", form.is_local)
-        return (
-            *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
-            *attention,
-            *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
-            *(norm(f"{stack}.mlp_norm") if family.norms_before else ()),
-            *mlp_or_experts(stack, form.has_experts),
-            *(
-                shared_rows(f"{stack}.shared_experts")
-                if "shared_experts" in family.own_keys and form.has_experts
-                else ()
-            ),
-            *(norm(f"{stack}.mlp_post_norm") if family.norms_after == "both" else ()),
-            *(layer_input_rows(stack) if family.layer_input_width else ()),
-            *((Parameter(f"{stack}.layer_scale", ("layer",)),) if family.has_layer_scale else ()),
-        )
-
-    def of_cycle(stack: str) -> tuple[Parameter, ...]:
-        places = zip(_paths(cycle, stack), cycle, strict=True)
-        return tuple(row for path, form in places for row in layers(".".join(path), form))
-
-    def if_any(rows: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        def owned(row: Parameter) -> Parameter:
-            return dataclasses.replace(
-                row, has=lambda m: num_layers(m, row.path[0]) > 0 and row.has(m)
-            )
-
-        return tuple(map(owned, rows))
-
     without_experts = LayerForm(family.attention, has_experts=False)
     has_dense = "first_num_dense_layers" in family.own_keys
-    dense = layers(DENSE_LAYERS, without_experts) if has_dense else ()
+    dense = _of_layer(family, DENSE_LAYERS, without_experts) if has_dense else ()
+    last = _of_cycle(family, LAST_LAYERS, cycle) if family.last_layers else ()
+
+    def has_positions(model: ModelConfig) -> bool:
+        return model.trainable_position_size > 0
+
+    def is_untied(model: ModelConfig) -> bool:
+        return not model.logits_via_embedding
+
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
-        Parameter(
-            "positions",
-            ("embed",),
-            ("position",),
-            is_lookup=True,
-            has=lambda m: m.trainable_position_size > 0,
-        ),
-        *(layer_inputs_rows() if family.layer_input_width else ()),
-        *if_any(dense),
-        *of_cycle(LAYERS),
-        *(if_any(of_cycle(KV_SHARED_LAYERS)) if "num_kv_shared_layers" in family.own_keys else ()),
-        *norm("final_norm"),
-        Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
+        Parameter("positions", ("embed",), ("position",), is_lookup=True, has=has_positions),
+        *(row for ending in family.endings for row in ending.rows_outside(family.norms.rows)),
+        *map(_if_any, dense),
+        *_of_cycle(family, LAYERS, cycle),
+        *map(_if_any, last),
+        *family.norms.rows("final_norm"),
+        Parameter("output", ("vocab",), ("embed",), has=is_untied),
     )
+
+
+def _of_cycle(family: Family, stack: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter, ...]:
+    """Returns the parameters of one cycle of layers in a stack."""
+    places = zip(_paths(cycle, stack), cycle, strict=True)
+    return tuple(row for path, form in places for row in _of_layer(family, ".".join(path), form))
+
+
+def _of_layer(family: Family, stack: str, form: LayerForm) -> tuple[Parameter, ...]:
+    """Returns the parameters of one layer; `stack` is its path."""
+    norms = family.norms
+    is_last = family.last_layers is not None and stack.startswith(LAST_LAYERS)
+    hidden = {"hidden": family.last_layers.hidden} if is_last and family.last_layers else {}
+    fed_forward = family.mlp.rows(f"{stack}.mlp", **hidden)
+    if form.has_experts:
+        assert family.experts is not None, "the layer has experts"
+        fed_forward = family.experts.rows(stack, fed_forward, norms.rows)
+    return (
+        *norms.rows_before(f"{stack}.attention_norm"),
+        *form.attention.rows(f"{stack}.attention", form.is_local),
+        *norms.rows_after(f"{stack}.attention_post_norm"),
+        *norms.rows_before(f"{stack}.mlp_norm"),
+        *fed_forward,
+        *norms.rows_after(f"{stack}.mlp_post_norm"),
+        *(row for ending in family.endings for row in ending.rows(stack, norms.rows)),
+    )
+
+
+def _if_any(row: Parameter) -> Parameter:
+    """Returns a row that only a model with layers in the row's stack has."""
+    has = row.has
+    return dataclasses.replace(row, has=lambda m: num_layers(m, row.path[0]) > 0 and has(m))
 
 
 # Possible parameters, by `decoder_block`, with one layer of each form.

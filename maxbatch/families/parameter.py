@@ -19,7 +19,7 @@ ModelKeys: TypeAlias = Any
 # the last ones, whose keys and values are those of layers before them. Layers of several forms are
 # stacked by their place in the cycle that they repeat, a number behind the stack's name
 # (`layers.1.attention.query`).
-STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
+STACKS = (DENSE_LAYERS, LAYERS, LAST_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.forms.attention import GroupedAttention
 from maxbatch.families.matrices import MATRICES
-from maxbatch.model.cache import Cache, NewTokens
+from maxbatch.model.cache import Cache, NewTokens, Room
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, join_heads, product
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import PLAIN, ScoreRules, growth_at, soft_capped
-from maxbatch.model.segments import Slots, chunks_of_segments, places_in_segments
+from maxbatch.model.segments import Slots, places_in_segments
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -285,9 +285,8 @@ class Attention(nnx.Module):
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         if config.query_weights_scaled:
             scale = 1.0
-        chunk = config.chunk_attn_window_size
-        window = chunk or config.sliding_window_size
-        self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)
+        rules: type[ScoreRules] = form.scores_class(config)
+        self.scores = rules(scale, config.attn_logits_soft_cap, form.window(config))
         self.rotates_neighbours = form.rotates_neighbours
         self.norms_rotated = config.use_qk_norm and form.qk_norm_over == "rotated"
         self.grows = config.temperature_tuning
@@ -335,8 +334,7 @@ class Attention(nnx.Module):
             )
         k, v = self.keys_values(x_MxLxD, rope) if shared is None else shared
         q = self._queries(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
-        if scores.has_chunks and is_local is True:
-            segments_MxL = chunks_of_segments(segments_MxL, scores.window)
+        segments_MxL = scores.seen_by(segments_MxL)
         return attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks)
 
     def _attended_with_cache(
@@ -365,6 +363,11 @@ class Attention(nnx.Module):
         """The heads of keys and values in a cache, and their widths."""
         kv_heads, head_dim = self.key.shape[-2:]
         return kv_heads, head_dim, head_dim
+
+    def empty_cache(self, room: Room, dtype: jnp.dtype, constrain: Constrain) -> Cache:
+        """Returns a cache without tokens."""
+        kv_heads, *widths = self.cache_shape
+        return room.slots(kv_heads, (widths[0], widths[1]), dtype, constrain)
 
     @property
     def _sinks(self) -> jax.Array | None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbatch.parallel.sharding import Constrain
+
 # As `cache.at[layer, rows, :, positions]`, but each device writes its own rows only. With the plain
 # form the compiler sends all new keys and values to all devices.
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
@@ -28,9 +30,6 @@ _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
 
 class Cache(NamedTuple):
     """The rotated keys and the values of every layer. A token at position i of its row has slot i.
-
-    DeepSeek's attention has one head: its values are the latents, its keys the latents and the
-    rotated part.
 
     Heads come before slots, in the order in which the products read them. The other order would
     transpose the cache for every token (half the time of attention with 32 rows of 512 slots on a
@@ -113,8 +112,8 @@ class Cache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """The states of a gated delta rule in every layer, which do not grow with the rows, and its
-    convolutions' inputs.
+    """The states of every layer, which do not grow with the rows, and the inputs of their
+    convolutions.
 
     Shapes beside those above: H value heads, k and v widths of a key and a value, W width of the
     convolutions.
@@ -172,6 +171,30 @@ class StateCache(NamedTuple):
         queries, keys, values = map(last, self.inputs, inputs)
         states = self.states_NxBxHxkxv.at[layer].set(states_BxHxkxv)
         return self._replace(states_NxBxHxkxv=states, inputs=(queries, keys, values))
+
+
+class Room(NamedTuple):
+    """The room that caches of a model have."""
+
+    num_dense: int  # first layers without experts
+    num_stacked: int  # the other layers, or cycles of them
+    num_rows: int
+    length: int  # slots of a row
+    ends_B: jax.Array | None  # as `StateCache.ends_B`
+
+    def slots(
+        self, kv_heads: int, widths: tuple[int, int], dtype: jnp.dtype, constrain: Constrain
+    ) -> Cache:
+        """Returns an empty cache of keys and values of these widths."""
+        layers = self.num_dense + self.num_stacked
+        keys, values = (
+            constrain(
+                jnp.zeros((layers, self.num_rows, kv_heads, self.length, width), dtype),
+                (None, "batch", "kv_heads", None, "head_dim"),
+            )
+            for width in widths
+        )
+        return Cache(keys, values)
 
 
 class NewTokens(NamedTuple):

@@ -9,7 +9,6 @@ tokens.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,17 +25,16 @@ from maxbatch.families.cycle import (
     cycle_length,
     cycle_of,
     local_layers,
-    places_of_shared_keys,
+    places_of_keys,
 )
 from maxbatch.families.family import FAMILIES
+from maxbatch.families.forms.form import imported
 from maxbatch.families.matrices import num_layers, num_stacked
-from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS
+from maxbatch.families.parameter import DENSE_LAYERS, LAST_LAYERS, LAYERS
 from maxbatch.model.attention import Attention, KeysValues
-from maxbatch.model.cache import Cache, Caches, StateCache
-from maxbatch.model.delta_net import GatedDeltaNet
+from maxbatch.model.cache import Caches, Room
 from maxbatch.model.experts.routing import RoutingSums, slot_hashes
 from maxbatch.model.layer import STREAM, DecoderLayer, LayerCycle
-from maxbatch.model.layer_inputs import LayerInputs
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import Later, add_parameters, drawn
 from maxbatch.model.products import product
@@ -47,10 +45,10 @@ from maxbatch.model.stacked import Stacked
 from maxbatch.model.walk import (
     Carried,
     Continued,
+    KeysByPlace,
     LayerDef,
     LayerRunner,
     Part,
-    SharedKeys,
     loop,
     unrolled,
 )
@@ -99,9 +97,6 @@ class Decoder(nnx.Module):
     # stacked: the first layers, if they have no experts and the others have
     dense_layers: DecoderLayer
     layers: DecoderLayer | LayerCycle  # stacked
-    # stacked: the last layers, if they share keys and values
-    kv_shared_layers: DecoderLayer | LayerCycle
-    layer_inputs: LayerInputs  # if layers have inputs besides the stream
 
     def __init__(
         self,
@@ -143,22 +138,22 @@ class Decoder(nnx.Module):
             )
 
         self.layers = stack_of_cycles(LAYERS)
-        self.shares_keys = config.num_kv_shared_layers > 0
-        self.places_of_keys = places_of_shared_keys(cycle)  # for each place of the cycle
+        self.shares_keys = num_layers(config, LAST_LAYERS) > 0
+        self.places_of_keys = places_of_keys(cycle)  # for each place of the cycle
         if self.shares_keys:
-            self.kv_shared_layers = stack_of_cycles(KV_SHARED_LAYERS)
-        self.has_layer_inputs = FAMILIES[config.decoder_block].layer_input_width > 0
-        if self.has_layer_inputs:
-            self.layer_inputs = LayerInputs(config, rngs=rngs, constrain=constrain)
+            setattr(self, LAST_LAYERS, stack_of_cycles(LAST_LAYERS))
+        # the module that makes what layers are given besides the stream; empty: nothing does
+        self.maker_of_inputs = ""
+        for ending in FAMILIES[config.decoder_block].endings:
+            if ending.module:
+                make = imported(ending.makes_inputs)
+                setattr(self, ending.module, make(config, rngs=rngs, constrain=constrain))
+                self.maker_of_inputs = ending.module
         self.final_norm = norm_of(config, "final_norm")
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
         self.dtype = jnp.dtype(config.dtype)
-        scale = (
-            math.sqrt(config.base_emb_dim)
-            if FAMILIES[config.decoder_block].scales_embedding
-            else None
-        )
+        scale = FAMILIES[config.decoder_block].embedding.scale(config)
         # multiplies the embedding where it enters the stream
         self.embedding_scale = None if config.gemma_weights_scaled else scale
         # is a factor of the embedding's weights, so it divides tied logits
@@ -196,7 +191,7 @@ class Decoder(nnx.Module):
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
 
         carried, sums = Carried(x_MxLxD), None
-        for part in self._parts(ropes, self._layer_inputs(tokens_MxL, x_MxLxD)):
+        for part in self._parts(ropes, self._inputs(tokens_MxL, x_MxLxD)):
             carried, sums_of_part = self._run(part, carried, Slots(segments_MxL, hashes))
             sums = sums_of_part if sums is None else sums  # one part has experts
         return Hidden(self.final_norm(carried.x_MxLxD), self._by_layer(sums))
@@ -226,7 +221,7 @@ class Decoder(nnx.Module):
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
 
         carried, run = Carried(x_BxTxD, caches=caches), loop if self.scan_layers else unrolled
-        for part in self._parts(ropes, self._layer_inputs(tokens_BxT, x_BxTxD)):
+        for part in self._parts(ropes, self._inputs(tokens_BxT, x_BxTxD)):
             stacked = part.stacked._replace(in_cache=part.in_cache)
             carried, _ = run(part.step, carried, Continued(positions_BxT, lengths_Bx1), stacked)
         assert carried.caches is not None, "new tokens have caches"
@@ -253,7 +248,7 @@ class Decoder(nnx.Module):
 
         if self.shares_keys:
             parts[-1] = parts[-1]._replace(keys="given", sources=self.places_of_keys)
-            layerdef, parameters = _split(self.kv_shared_layers)
+            layerdef, parameters = _split(getattr(self, LAST_LAYERS))
             stacked = Stacked(parameters)
             if inputs_NxMxLxP is not None:
                 stacked = stacked._replace(inputs=inputs_NxMxLxP[self.num_stacked :])
@@ -307,22 +302,22 @@ class Decoder(nnx.Module):
         )
         return by_layer
 
-    def _layer_inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array | None:
+    def _inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array | None:
         """Returns the inputs that layers have besides the stream, [N, M, L, P] or by cycles [N,
         cycle, M, L, P]; None if they have none.
         """
-        if not self.has_layer_inputs:
+        if not self.maker_of_inputs:
             return None
-        inputs_NxMxLxP = self.layer_inputs(tokens_MxL, x_MxLxD)
+        inputs_NxMxLxP: jax.Array = getattr(self, self.maker_of_inputs)(tokens_MxL, x_MxLxD)
         return inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
 
-    def _no_keys(self, shape: tuple[int, ...]) -> SharedKeys:
+    def _no_keys(self, shape: tuple[int, ...]) -> KeysByPlace:
         """Returns zeros in the form of the keys and values that layers share, for M rows of L
         tokens.
         """
 
         def zeros(layer: DecoderLayer) -> KeysValues:
-            assert isinstance(layer.attention, Attention), "latents and states are not shared"
+            assert isinstance(layer.attention, Attention), "its keys and values are not shared"
             kv_heads, *widths = layer.attention.cache_shape
             return KeysValues(
                 *(jnp.zeros((*shape, kv_heads, width), self.dtype) for width in widths)
@@ -339,22 +334,10 @@ class Decoder(nnx.Module):
             None: all do.
         """
         layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
-
-        def empty(layer: DecoderLayer) -> Cache | StateCache:
-            if isinstance(layer.attention, GatedDeltaNet):
-                return layer.attention.empty_cache(self.num_stacked, num_rows, self.dtype, ends_B)
-            kv_heads, *widths = layer.attention.cache_shape
-            shapes = [
-                (self.num_dense + self.num_stacked, num_rows, kv_heads, length, width)
-                for width in widths
-            ]
-            zeros = (jnp.zeros(shape, self.dtype) for shape in shapes)
-            keys, values = (
-                self.constrain(x, (None, "batch", "kv_heads", None, "head_dim")) for x in zeros
-            )
-            return Cache(keys, values)
-
-        return Caches(tuple(map(empty, layers)))
+        room = Room(self.num_dense, self.num_stacked, num_rows, length, ends_B)
+        return Caches(
+            tuple(layer.attention.empty_cache(room, self.dtype, self.constrain) for layer in layers)
+        )
 
     def _stacked(self, parameters: State, order: np.ndarray) -> Stacked:
         """Returns most layers, in an order of their numbers."""

@@ -18,7 +18,7 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES
-from maxbatch.model.cache import NewTokens, StateCache
+from maxbatch.model.cache import NewTokens, Room, StateCache
 from maxbatch.model.delta_rule import CHUNK_TOKENS, causal_convolution, gated_delta_rule
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
@@ -122,10 +122,10 @@ class GatedDeltaNet(nnx.Module):
         cache = cache.write(layer, positions_BxT, state_BxHxkxv, projected[:3])
         return read_BxTxHxv, cache
 
-    def empty_cache(
-        self, num_layers: int, num_rows: int, dtype: jax.typing.DTypeLike, ends_B: jax.Array | None
-    ) -> StateCache:
+    def empty_cache(self, room: Room, dtype: jnp.dtype, constrain: Constrain) -> StateCache:
         """Returns an empty cache; the convolutions' inputs have the dtype, states are float32."""
+        del constrain
+        num_layers, num_rows = room.num_stacked, room.num_rows
         (K, k, width), (H, v) = self.convolved_query.shape[-3:], self.delta_value.shape[-2:]
         states = jnp.zeros((num_layers, num_rows, H, k, v), jnp.float32)
         states = self.constrain(states, (None, "batch", "delta_heads", None, None))
@@ -135,7 +135,7 @@ class GatedDeltaNet(nnx.Module):
             return self.constrain(zeros, (None, "batch", None, heads, None))
 
         keys = inputs("delta_key_heads", K, k)
-        return StateCache(states, (keys, keys, inputs("delta_heads", H, v)), ends_B)
+        return StateCache(states, (keys, keys, inputs("delta_heads", H, v)), room.ends_B)
 
     @property
     def _kernels(self) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, implementation_on
-from maxbatch.model.cache import Cache, NewTokens
+from maxbatch.model.cache import Cache, NewTokens, Room
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
@@ -124,12 +124,12 @@ class LatentAttention(nnx.Module):
         )
         return product(attended_BxTxHxc, v_cxHxv, "btnc,cnh->btnh"), cache
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """The heads of keys and values in a cache, and their widths: the latent with the rotated
-        part, and without.
+    def empty_cache(self, room: Room, dtype: jnp.dtype, constrain: Constrain) -> Cache:
+        """Returns a cache without tokens: of one head, whose keys are the latents and the rotated
+        parts, and whose values are the latents.
         """
-        return 1, self.latent.shape[-1], self.latent.shape[-1] - self.rotated
+        width = self.latent.shape[-1]
+        return room.slots(1, (width, width - self.rotated), dtype, constrain)
 
     def _queries(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the unrotated and the rotated part of the queries."""

@@ -7,7 +7,8 @@ sampling, M are the rows and L their new tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 from flax import nnx
@@ -20,10 +21,10 @@ from maxbatch.model.attention import Attention, KeysValues
 from maxbatch.model.cache import Cache, NewTokens, StateCache
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums
-from maxbatch.model.mlp import ACTIVATIONS, MLP
+from maxbatch.model.mlp import MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last, product
+from maxbatch.model.products import features_last
 from maxbatch.model.rope import Rope
 from maxbatch.model.segments import Slots
 from maxbatch.parallel.sharding import Constrain
@@ -58,8 +59,6 @@ class DecoderLayer(nnx.Module):
     mlp: MLP  # if the layer has no experts, or has them beside it
     experts: Experts  # if it has
     shared_experts: MLP  # of every token
-    input_gate: nnx.Param[jax.Array]  # if layers have inputs besides the stream (`LayerInputs`)
-    input_out: nnx.Param[jax.Array]
     layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
 
     def __init__(
@@ -87,7 +86,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_own_norm, self.experts_norm, self.experts_own_norm = (
             norm_of(config, f"{name}.{part}_norm") for part in ("mlp_own", "experts", "experts_own")
         )
-        self.is_beside_mlp = self.has_experts and family.has_experts_beside_mlp
+        experts = family.experts if self.has_experts else None
+        self.is_beside_mlp = experts is not None and experts.are_beside_mlp
         if self.is_beside_mlp or not self.has_experts:
             self.mlp = MLP(config, f"{name}.mlp", rngs=rngs, constrain=constrain)
         if self.has_experts and config.shared_experts:
@@ -95,11 +95,12 @@ class DecoderLayer(nnx.Module):
                 config, f"{name}.shared_experts", rngs=rngs, constrain=constrain
             )
         self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
-        names = (f"{name}.{part}" for part in ("input_gate", "input_out", "layer_scale"))
-        add_parameters(self, config, *names, rngs=rngs)
-        self.input_norm = norm_of(config, f"{name}.input_norm")
-        self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
-        self.constrain, self.quantization = constrain, config.quantization
+        add_parameters(self, config, name, rngs=rngs)  # those of its endings
+        for ending in family.endings:
+            for norm in ending.norms:
+                setattr(self, norm, norm_of(config, f"{name}.{norm}"))
+        self.endings: tuple[End, ...] = tuple(ending.layer_class() for ending in family.endings)
+        self.config, self.constrain = config, constrain
 
     def __call__(
         self,
@@ -120,7 +121,7 @@ class DecoderLayer(nnx.Module):
         if shared is None:
             attended_MxLxD, cache = self.attention(inner_MxLxD, tokens, rope, beside.is_local)
         else:
-            assert isinstance(self.attention, Attention), "latents and states are not shared"
+            assert isinstance(self.attention, Attention), "its keys and values are not shared"
             attended_MxLxD, cache = self.attention(
                 inner_MxLxD, tokens, rope, beside.is_local, shared
             )
@@ -135,7 +136,7 @@ class DecoderLayer(nnx.Module):
         """Returns the keys and values of its attention, for itself and for layers without their
         own.
         """
-        assert isinstance(self.attention, Attention), "latents and states are not shared"
+        assert isinstance(self.attention, Attention), "its keys and values are not shared"
         return self.attention.keys_values(self.attention_norm(x_MxLxD), rope)
 
     def _fed_forward(
@@ -163,19 +164,19 @@ class DecoderLayer(nnx.Module):
         self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None
     ) -> jax.Array:
         x_MxLxD += self.mlp_post_norm(out_MxLxD)
-        if input_MxLxP is not None:
-            gate_MxLxP = self.activation(
-                product(x_MxLxD, self.input_gate[...], "mld,dp->mlp", self.quantization)
-            )
-            gated_MxLxP = self.constrain(
-                gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input")
-            )
-            x_MxLxD += self.input_norm(
-                product(gated_MxLxP, self.input_out[...], "mlp,pd->mld", self.quantization)
-            )
-        if hasattr(self, "layer_scale"):
-            x_MxLxD *= self.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
+        for ending in self.endings:
+            x_MxLxD = ending(self, x_MxLxD, input_MxLxP)
         return self.constrain(x_MxLxD, STREAM)
+
+
+# (a layer, the stream, the layer's input besides it) -> the stream
+End: TypeAlias = Callable[[DecoderLayer, jax.Array, jax.Array | None], jax.Array]
+
+
+def scaled(layer: DecoderLayer, x_MxLxD: jax.Array, input_MxLxP: jax.Array | None) -> jax.Array:
+    """Returns the stream times the layer's factor."""
+    del input_MxLxP
+    return x_MxLxD * layer.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
 
 
 class LayerCycle(nnx.Module):

@@ -5,11 +5,14 @@ Shapes: M micro-batch, L length, D model, V vocabulary, N layers, P width of an 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.sections import ModelConfig
+from maxbatch.model.mlp import ACTIVATIONS
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import product
@@ -51,3 +54,21 @@ class LayerInputs(nnx.Module):
         )
         both_MxLxNxP = rows_MxLxNxP * jnp.asarray(width**0.5, x_MxLxD.dtype) + made_MxLxNxP
         return jnp.moveaxis(both_MxLxNxP * jnp.asarray(2**-0.5, x_MxLxD.dtype), 2, 0)
+
+
+def joined(layer: Any, x_MxLxD: jax.Array, input_MxLxP: jax.Array | None) -> jax.Array:
+    """Returns the stream with a layer's input, which the stream gates and the layer projects.
+
+    Args:
+      layer: a layer with `input_gate`, `input_out` and `input_norm`.
+    """
+    assert input_MxLxP is not None, "the layer has an input"
+    config, constrain = layer.config, layer.constrain
+    activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
+    gate_MxLxP = activation(
+        product(x_MxLxD, layer.input_gate[...], "mld,dp->mlp", config.quantization)
+    )
+    gated_MxLxP = constrain(gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input"))
+    projected_MxLxD = product(gated_MxLxP, layer.input_out[...], "mlp,pd->mld", config.quantization)
+    normalised_MxLxD: jax.Array = layer.input_norm(projected_MxLxD)
+    return x_MxLxD + normalised_MxLxD

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbatch.families.family import GROWTH_FACTOR, GROWTH_TOKENS
+from maxbatch.families.forms.attention import GROWTH_FACTOR, GROWTH_TOKENS
 from maxbatch.plan.program import Kernel
 
 
@@ -16,10 +16,7 @@ class ScoreRules(NamedTuple):
 
     scale: float | None = None  # of the products; None: 1 / sqrt(h)
     soft_cap: float = 0.0  # c > 0: scores s become c tanh(s / c)
-    # tokens that a local layer sees, its own included; of its chunk of as many, if it has chunks
-    window: int = 0
-    # whether a local layer sees the chunk of its document; segments are then chunks
-    has_chunks: bool = False
+    window: int = 0  # tokens that a local layer sees at most, its own included
     # whether the layer is local; traced where a loop runs layers of both kinds
     is_local: jax.Array | bool = False
     implementation: Kernel = "dot_product"
@@ -28,12 +25,19 @@ class ScoreRules(NamedTuple):
         """Returns whether a layer that may be local sees tokens at these distances.
 
         Args:
-          positions: of the tokens that look, in their documents; None: segments tell chunks apart.
+          positions: of the tokens that look, in their documents; None: they are in `seen_by`.
         """
-        near = distances < self.window
-        if self.has_chunks and positions is not None:
-            near = distances <= positions % self.window
+        near = self.near(distances, positions)
         return near if isinstance(self.is_local, bool) else near | ~self.is_local
+
+    def near(self, distances: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """Returns whether tokens at these distances are in the window; see `in_window`."""
+        del positions
+        return distances < self.window
+
+    def seen_by(self, segments_MxL: jax.Array) -> jax.Array:
+        """Returns the segments of which a token sees its own alone, int32[M, L]."""
+        return segments_MxL
 
 
 def growth_at(places_MxL: jax.Array) -> jax.Array:

@@ -35,11 +35,3 @@ def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
     is_last_MxL = (segments_MxL != jnp.roll(segments_MxL, -1, axis=1)) | (slots_MxL == length - 1)
     last_MxL = jax.lax.cummin(jnp.where(is_last_MxL, slots_MxL, length), axis=1, reverse=True)
     return last_MxL - slots_MxL + places_in_segments(segments_MxL) + 1
-
-
-def chunks_of_segments(segments_MxL: jax.Array, chunk: int) -> jax.Array:
-    """Returns a number for each chunk of each document: int32[M, L]; a document's chunks count from
-    its first token.
-    """
-    is_first_MxL = places_in_segments(segments_MxL) % chunk == 0
-    return jnp.cumsum(is_first_MxL.astype(jnp.int32), axis=1)

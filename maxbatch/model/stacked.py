@@ -31,7 +31,7 @@ class Stacked(NamedTuple):
     # The number of each layer: int32[N], of a single layer a scalar; None in a model without
     # experts.
     number: Any = None
-    # What layers take besides the stream (`LayerInputs`): [N, places of a cycle, M, L, P]; None in
+    # What layers take besides the stream: [N, places of a cycle, M, L, P]; None in
     # most families.
     inputs: Any = None
     # The number of each in the caches, or of those that it reads: int[N]; None for whole rows.

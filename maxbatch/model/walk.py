@@ -30,14 +30,14 @@ from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.sharding import Constrain
 
 LayerDef: TypeAlias = nnx.GraphDef[Any]  # of a layer or of a cycle of layers
-SharedKeys: TypeAlias = dict[int, KeysValues]  # by place in the cycle of layers
+KeysByPlace: TypeAlias = dict[int, KeysValues]  # by place in the cycle of layers
 
 
 class Carried(NamedTuple):
     """What one element of a stack hands to the next."""
 
     x_MxLxD: jax.Array
-    keys: SharedKeys | None = None  # of the last cycle, if its layers share their keys
+    keys: KeysByPlace | None = None  # of the last cycle, if its layers share their keys
     caches: Caches | None = None  # of new tokens; None for whole rows
 
 
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     # too; or those of the part before it.
     keys: Literal["own", "given", "taken"] = "own"
     sources: tuple[int, ...] = ()  # for each place of the cycle, the place whose keys are shared
-    taken: SharedKeys | None = None  # those of the part before it, of whole rows
+    taken: KeysByPlace | None = None  # those of the part before it, of whole rows
     runner: LayerRunner | None = None  # of its layers; None: a plain loop
 
     @property
@@ -111,7 +111,7 @@ def through(
     module = nnx.merge(part.layerdef, element.parameters)
     layers = module.layers if isinstance(module, LayerCycle) else [module]
     x_MxLxD = carried.x_MxLxD
-    given: SharedKeys = {}
+    given: KeysByPlace = {}
     all_sums: list[RoutingSums] = []
     caches = list(carried.caches.places) if carried.caches else []
     for place, layer in enumerate(layers):

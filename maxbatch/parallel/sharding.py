@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.families.parameter import LAYERS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.plan.partition import OVER_TENSOR, SUMMED, WHOLE, partition
+from maxbatch.plan.partition import LOOKED_UP, OVER_TENSOR, SUMMED, WHOLE, partition
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -29,8 +29,8 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
     "length": "context",
     "experts": "expert",
-    # of rows that are not split, so that the columns of their table need not move
-    "layer_input": "fsdp",
+    # so that the columns of their tables need not move
+    **dict.fromkeys(LOOKED_UP, "fsdp"),
     **dict.fromkeys(OVER_TENSOR, "tensor"),
     **dict.fromkeys((*WHOLE, *SUMMED), None),
 }

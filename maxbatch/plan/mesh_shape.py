@@ -14,8 +14,7 @@ from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.families.cycle import cycle_length
-from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import num_layers, num_stacked
+from maxbatch.families.matrices import forms_of, num_layers, num_stacked
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError
@@ -262,20 +261,21 @@ def _room(config: PlanConfig, axis: str) -> int:
     """Returns the size of the model's dimension that an axis splits; of the pipeline: layers or
     cycles of layers.
     """
-    if axis == "pipeline" and FAMILIES[config.model.decoder_block].layer_input_width:
+    if axis == "pipeline" and _no_pipeline(config):
         return 1
     return num_stacked(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
+
+
+def _no_pipeline(config: PlanConfig) -> str:
+    """Returns why a form of the model's layers allows no pipeline; empty if all do."""
+    return next((form.no_pipeline for form in forms_of(config.model) if form.no_pipeline), "")
 
 
 def _dimension(config: PlanConfig, name: str) -> str:
     """Returns the statement of such a dimension."""
     dense, cycle = config.model.first_num_dense_layers, cycle_length(config.model)
-    block = config.model.decoder_block
-    if name == _SPLIT["pipeline"] and FAMILIES[block].layer_input_width:
-        return (
-            f"1 beside {stated(config, 'decoder_block')}, whose layers have inputs besides the "
-            "stream"
-        )
+    if name == _SPLIT["pipeline"] and (why := _no_pipeline(config)):
+        return f"1 beside {stated(config, 'decoder_block')}, {why}"
     if name == _SPLIT["pipeline"] and cycle > 1:
         return f"the {num_stacked(config.model)} cycles of {cycle} layers in {stated(config, name)}"
     if name != _SPLIT["pipeline"] or not dense:

@@ -12,45 +12,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from maxbatch.families.family import ATTENTION_FORMS
+from maxbatch.families.family import FORMS
 from maxbatch.families.matrices import NORMS
-from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
+from maxbatch.families.parameter import DENSE_LAYERS, LAST_LAYERS, LAYERS, STACKS
 
 # Dimensions that the tensor axis splits, of parameters and activations alike.
 OVER_TENSOR = (
     "vocab",
     "heads",
     "kv_heads",
-    "global_kv_heads",
-    "mlp",
-    "kv_shared_mlp",
-    "shared_mlp",
-    "moe_mlp",
-    "gated_input",
-    *(axis for form in ATTENTION_FORMS for axis in form.over_tensor),
+    *(axis for form in FORMS for axis in form.over_tensor),
 )
 # Dimensions that no axis splits, of parameters and activations alike.
 WHOLE = (
     "head_dim",
-    "global_head_dim",
-    "shared_gate",
-    "layer",
-    "input_layers",
     "position",
-    "router",
-    *(axis for form in ATTENTION_FORMS for axis in form.whole),
+    *(axis for form in FORMS for axis in form.whole),
 )
 # Dimensions that are split as the width of the stream: a product sums over them.
-SUMMED = ("embed", *(axis for form in ATTENTION_FORMS for axis in form.summed))
+SUMMED = ("embed", *(axis for form in FORMS for axis in form.summed))
+# Dimensions of tables that are looked up for rows that are not split.
+LOOKED_UP = tuple(axis for form in FORMS for axis in form.looked_up)
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     LAYERS: ("pipeline",),
     "experts": ("expert",),
-    "layer_input": ("fsdp", "tensor"),
+    **dict.fromkeys(LOOKED_UP, ("fsdp", "tensor")),
     **dict.fromkeys(SUMMED, ("fsdp", "expert", "pipeline")),
     **dict.fromkeys(OVER_TENSOR, ("tensor",)),
     **dict.fromkeys((*WHOLE, *NORMS, "rank"), ()),
-    **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
+    **dict.fromkeys((DENSE_LAYERS, LAST_LAYERS), ()),  # outside of the pipeline
 }
 
 

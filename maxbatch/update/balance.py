@@ -22,7 +22,8 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.cycle import cycle_of
-from maxbatch.families.matrices import ROUTED_BIAS, layer_paths, num_sparse_layers
+from maxbatch.families.forms.experts import ROUTED_BIAS
+from maxbatch.families.matrices import layer_paths, num_sparse_layers
 from maxbatch.families.parameter import ParameterPath
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.model.parameters import parameter_path

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import TokenRows
-from maxbatch.families.parameter import LAYERS
+from maxbatch.families.matrices import num_layers
+from maxbatch.families.parameter import LAST_LAYERS, LAYERS
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.model.loss import loss_sums_of
@@ -139,8 +140,8 @@ class Accumulation:
         remat = Remat.of(config.remat)
         self._adapters = adapters = adapters_of(config.adapters, config.quantization)
         is_own = objective.make_model is not None
-        # otherwise layers and those that share their keys are two loops
-        loops_once = config.num_kv_shared_layers == 0
+        # otherwise most layers and the last ones are two loops
+        loops_once = num_layers(config, LAST_LAYERS) == 0
         self._sums_layers = (
             config.scan_layers
             and loops_once

@@ -20,7 +20,7 @@ import optax.contrib
 from maxbatch.config.combined import ModelOptimizerConfig
 from maxbatch.config.values import in_brackets
 from maxbatch.families.matrices import MATRICES
-from maxbatch.families.parameter import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS
+from maxbatch.families.parameter import DENSE_LAYERS, LAST_LAYERS, LAYERS
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
@@ -360,7 +360,7 @@ def _in_stack(path: KeyPath) -> bool:
     (`layers`, 0, ...).
     """
     names = _names(path)
-    if DENSE_LAYERS in names or KV_SHARED_LAYERS in names:
+    if DENSE_LAYERS in names or LAST_LAYERS in names:
         return True
     return LAYERS in names[:-1] and not isinstance(names[names.index(LAYERS) + 1], int)
 

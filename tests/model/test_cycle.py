@@ -14,9 +14,9 @@ from maxbatch.families.cycle import LayerForm, cycle_of, local_layers
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import num_sparse_layers, num_stacked
 from maxbatch.model import scores
+from maxbatch.model.chunks import chunks_of_segments
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.model.segments import chunks_of_segments
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
 from maxbatch.system.errors import ConfigError
 from tests.helpers.tiny import tiny_config

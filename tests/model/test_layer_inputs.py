@@ -8,7 +8,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.around.huggingface.folder.model_fields import config_json, model_keys
-from maxbatch.families.cycle import cycle_of, places_of_shared_keys
+from maxbatch.families.cycle import cycle_of, places_of_keys
 from maxbatch.families.matrices import model_size, parameters
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
@@ -98,7 +98,7 @@ def test_a_layer_takes_the_keys_of_the_last_layer_that_sees_as_much() -> None:
     config = tiny_config(
         *FORM, "attention_type=local_sliding,global,local_sliding", "num_kv_shared_layers=3"
     )
-    assert places_of_shared_keys(cycle_of(config.model)) == (2, 1, 2)
+    assert places_of_keys(cycle_of(config.model)) == (2, 1, 2)
     names = {row.name for row in parameters(config.model)}
     assert "layers.0.attention.key" in names and "kv_shared_layers.0.attention.query" in names
     assert not [

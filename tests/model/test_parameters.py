@@ -61,9 +61,9 @@ DELTA_RULE = (
 
 def keys_of(family: str, form: str) -> tuple[str, ...]:
     record = FAMILIES[family]
-    if record.layer_input_width:
+    if record.last_layers:
         return FORMS_OF_LAYER_INPUTS[form]
-    if not record.has_experts:
+    if not record.experts:
         return FORMS[form]
     own = (
         ("interleave_moe_layer_step=2", "base_num_decoder_layers=4")
@@ -72,7 +72,7 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
     )
     if "gdn_num_key_heads" in record.own_keys:
         own += ("inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4", *DELTA_RULE)
-    if record.weighs_inputs:
+    if record.experts.weigh_inputs:
         own += ("routed_score_func=sigmoid", "norm_topk_prob=false", "shared_experts=1")
     forms = FORMS_OF_GLOBAL_HEADS if record.attention.has_global_heads else FORMS_OF_EXPERTS
     return (

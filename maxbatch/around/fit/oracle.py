@@ -29,7 +29,8 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.families.cycle import cycle_of
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import MATRICES, moe_mlp_dim, parameters, shape_of
+from maxbatch.families.forms.experts import moe_mlp_dim
+from maxbatch.families.matrices import MATRICES, forms_of, parameters, shape_of
 from maxbatch.families.parameter import LAYERS
 from maxbatch.parallel.remat import CONTEXT, INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
@@ -158,7 +159,8 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
         outputs = math.prod(shape_of(row, model)[axis] for axis in row.groups[1])
         sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
     of_experts, cycle = model.num_experts_per_tok * moe_mlp_dim(model), cycle_of(model)
-    is_beside = FAMILIES[model.decoder_block].has_experts_beside_mlp
+    experts = FAMILIES[model.decoder_block].experts
+    is_beside = experts is not None and experts.are_beside_mlp
     inner = sum(of_experts * form.has_experts for form in cycle)
     inner += sum(model.base_mlp_dim for form in cycle if is_beside or not form.has_experts)
     products = sum(sizes.values()) + inner
@@ -167,10 +169,10 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
-    inputs = FAMILIES[model.decoder_block].layer_input_width
+    beside = sum(form.values_beside for form in forms_of(model))
     per_layers = (
         kept * config.base_num_decoder_layers // len(cycle)
-        + inputs * config.base_num_decoder_layers
+        + beside * config.base_num_decoder_layers
     )
     per_token = value * (per_layers + 4 * products)
     per_device: float = (

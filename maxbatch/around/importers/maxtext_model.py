@@ -21,7 +21,7 @@ _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
     name
     for name, family in FAMILIES.items()
-    if family.always_normalises and not family.has_experts_beside_mlp
+    if family.experts and family.experts.always_normalise and not family.experts.are_beside_mlp
 )
 _ACTIVATIONS = KEYS["mlp_activations"].choices
 # The dimensions of a model without a name, which MaxText's defaults state.
@@ -150,7 +150,7 @@ def _has_scaled_queries(t: Translation, _: str) -> bool:
 def _scales_gemma(t: Translation, _: str) -> bool:
     """Returns whether the family is a Gemma, whose embedding and norms hold their factors there."""
     model = _model(t)
-    return model is not None and FAMILIES[model.decoder_block].scales_embedding
+    return model is not None and FAMILIES[model.decoder_block].embedding.is_scaled
 
 
 def _ties_logits(t: Translation, _: str) -> bool:

@@ -48,8 +48,7 @@ _NOTHING = (
     "disabled",
     "no",
 )
-# Words of adapters or another objective; MaxText's q_lora_rank and similar belong to latent
-# attention.
+# Words of adapters or another objective; those of a rank in attention (q_lora_rank) are not meant.
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from typing import Any, Literal
 
-from maxbatch.families.parameter import KV_SHARED_LAYERS, Axes, ModelKeys, Parameter
+from maxbatch.families.forms.form import Form, imported
+from maxbatch.families.parameter import LAST_LAYERS, Axes, ModelKeys, Parameter
+
+# Growth of scores with `temperature_tuning`. No config key states it, since all published models have
+# these values (Llama 4's `floor_scale` and `attn_scale`).
+GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1
 
 
-class AttentionForm:
+class AttentionForm(Form):
     """A form of attention: how the tokens of a row read each other, or a state."""
 
-    layer = ""  # "module:Name" of the class that computes it
-    # The axes that only its parameters have, by what may split them: the tensor axis; nothing; what
-    # splits the width of the stream; nothing, and they are computed in float32.
-    over_tensor: Axes = ()
-    whole: Axes = ()
-    summed: Axes = ()
-    in_float32: Axes = ()
     head_width = "head_dim"  # the width of a query, in a refusal
     lacks: tuple[str, ...] = ()  # config keys that are refused beside it
     unread: tuple[str, ...] = ()  # config keys that it does not read
     has_windows = True
-    scales_queries = True  # whether a weight of queries may hold the scale of scores
+    unscaled_queries = ""  # why no weight of queries may hold the scale of scores, in a refusal
     groups_heads = True  # whether several heads of queries have one of keys
     has_sinks = False
     has_global_heads = False
@@ -34,11 +31,6 @@ class AttentionForm:
         """Returns the parameters of one layer's attention, whose paths begin with `name`."""
         raise NotImplementedError
 
-    def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
-        """Returns the sizes of the axes that only its parameters have."""
-        del model
-        return {}
-
     def widths(self, model: ModelKeys, is_local: bool) -> tuple[int, int]:
         """Returns the width of a head's query and key, and the width of its value."""
         raise NotImplementedError
@@ -46,6 +38,39 @@ class AttentionForm:
     def rotated(self, model: ModelKeys) -> int:
         """Returns the columns of a head that rotary embeddings turn."""
         return int(model.head_dim * model.partial_rotary_factor)
+
+    def scores(self, model: ModelKeys) -> str:
+        """Returns the place of the class of its rules of scores."""
+        del model
+        return "maxbatch.model.scores:ScoreRules"
+
+    def scores_class(self, model: ModelKeys) -> Any:
+        """Imports the class of its rules of scores."""
+        return imported(self.scores(model))
+
+    def window(self, model: ModelKeys) -> int:
+        """Returns the tokens that a local layer sees at most."""
+        return int(model.sliding_window_size)
+
+    def twice_seen(self, model: ModelKeys, length: int, is_local: bool) -> int:
+        """Returns twice the tokens that a token of a row sees on average."""
+        seen = min(self.window(model), length) if is_local else length
+        return 2 * seen - seen * seen // length
+
+    def is_local(self, model: ModelKeys, has_rope: bool, by_pattern: bool) -> bool:
+        """Returns whether a layer of a cycle is local.
+
+        Args:
+          has_rope: whether it rotates queries and keys.
+          by_pattern: whether `attention_type` states that it is.
+        """
+        del model, has_rope
+        return by_pattern
+
+    def excluded_by_windows(self, config: ModelKeys) -> dict[str, object]:
+        """Returns values of its own keys that must change beside windows."""
+        del config
+        return {}
 
     def state_operations(self, model: ModelKeys) -> int | None:
         """Returns the floating-point operations of training per token that one layer has with a
@@ -60,28 +85,16 @@ class AttentionForm:
         """
         raise NotImplementedError
 
-    def check(self, config: ModelKeys) -> None:
-        """Raises ConfigError for numbers of its keys that exclude each other."""
-        del config
-
-    def small_keys(self, config: ModelKeys, heads: int, head_dim: int) -> dict[str, Any]:
-        """Returns values of its own keys for a tiny model with heads of a width."""
-        del config, heads, head_dim
-        return {}
-
-    def layer_class(self) -> Any:
-        """Imports the class that computes it."""
-        module, _, name = self.layer.partition(":")
-        return getattr(importlib.import_module(module), name)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedAttention(AttentionForm):
     """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), full or
-    within windows or chunks.
+    within windows.
     """
 
     layer = "maxbatch.model.attention:Attention"
+    over_tensor = ("global_kv_heads",)
+    whole = ("global_head_dim",)
     # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a
     # scale.
     qk_norm_over: Literal["head", "heads", "rotated"] = "head"
@@ -97,6 +110,36 @@ class GroupedAttention(AttentionForm):
     has_global_heads: bool = False
     # one product gives the keys and the values of a global layer
     shares_kv_projections: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The keys of heads that only global layers have."""
+        return ("global_num_kv_heads", "partial_rotary_factor") if self.has_global_heads else ()
+
+    def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
+        """Returns the heads of global layers and their width."""
+        width, _ = self.widths(model, is_local=False)
+        kv_heads = model.global_num_kv_heads or model.base_num_kv_heads
+        return {"global_head_dim": width, "global_kv_heads": kv_heads}
+
+    def check(self, config: ModelKeys) -> None:
+        """Raises ConfigError for heads of global layers that do not divide queries, or for a RoPE
+        that does not turn a part of a head.
+        """
+        if not self.has_global_heads:
+            return
+        heads, kv_heads = config.base_num_query_heads, config.global_num_kv_heads
+        block = f"decoder_block={config.decoder_block}"
+        if kv_heads and heads % kv_heads:
+            divisors = (number for number in range(1, heads + 1) if heads % number == 0)
+            nearest = min(divisors, key=lambda number: abs(number - kv_heads))
+            rule = f"a divisor of base_num_query_heads={heads}, or 0"
+            raise config.fault("global_num_kv_heads", rule, nearest)
+        rule = f"beside {block}, which rotates a part of a head"
+        if config.rope_type != "default":
+            raise config.fault("rope_type", f"default {rule}", "default")
+        if config.trainable_position_size != -1:
+            raise config.fault("trainable_position_size", f"-1 {rule}", -1)
 
     def widths(self, model: ModelKeys, is_local: bool) -> tuple[int, int]:
         """Returns the width of a head twice; heads of global layers may be twice as wide."""
@@ -150,7 +193,7 @@ class GroupedAttention(AttentionForm):
         )
 
         absent: tuple[str, ...] = ()
-        if name.startswith(KV_SHARED_LAYERS):
+        if name.startswith(LAST_LAYERS):
             absent = ("key", "value", "key_bias", "value_bias", "key_norm.scale")
         elif is_global and self.shares_kv_projections:
             absent = ("value", "value_bias")

@@ -50,7 +50,7 @@ class PromptRecipe(TextRecipe):
         if config.lora_rank and config.warm_start_steps:
             rule = "0 beside lora_rank: adapters adapt the model of load_parameters_path"
             raise config.fault("warm_start_steps", rule, 0)
-        if FAMILIES[config.decoder_block].has_experts:
+        if FAMILIES[config.decoder_block].experts:
             _check_experts(config)
 
 

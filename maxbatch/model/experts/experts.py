@@ -62,13 +62,14 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
         self.config = config
-        family = FAMILIES[config.decoder_block]
-        self.weighs_inputs = family.weighs_inputs
-        self.has_biases = family.has_expert_biases
+        form = FAMILIES[config.decoder_block].experts
+        assert form is not None, "the family has experts"
+        self.weighs_inputs = form.weigh_inputs
+        self.has_biases = form.have_biases
         self.combine = (
             partial(gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
-            if family.expert_limit is None
-            else partial(_clamped, limit=family.expert_limit)
+            if form.limit is None
+            else partial(_clamped, limit=form.limit)
         )
         self.constrain, self.quantization = constrain, config.quantization
 

@@ -23,7 +23,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
-from maxbatch.families.matrices import ROUTED_BIAS
+from maxbatch.families.forms.experts import ROUTED_BIAS
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.sharding import zeros_of
 from maxbatch.parallel.trees import KeyPath, State, TreeOf

@@ -30,7 +30,7 @@ from maxbatch.config.model_forms import end_tokens
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of, shown, shown_path
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import ROUTED_BIAS
+from maxbatch.families.forms.experts import ROUTED_BIAS
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.sharding import zeros_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import cycle_length
-from maxbatch.families.family import FAMILIES, Family
+from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import (
     axis_sizes,
     first_layer,
@@ -23,6 +23,7 @@ from maxbatch.families.matrices import (
     weight_offset,
 )
 from maxbatch.families.parameter import DENSE_LAYERS, Parameter, ParameterPath
+from maxbatch.families.record import Family
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError

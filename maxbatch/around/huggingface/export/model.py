@@ -8,7 +8,7 @@ from maxbatch.around.huggingface.arrays.writing import write_folder
 from maxbatch.around.huggingface.folder.files import is_exported
 from maxbatch.config.values import shown_path
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.matrices import ROUTED_BIAS
+from maxbatch.families.forms.experts import ROUTED_BIAS
 from maxbatch.parallel.hosts import warn
 from maxbatch.run.weights.parameters import OpenedModel, read_model
 from maxbatch.system.errors import ConfigError, writing

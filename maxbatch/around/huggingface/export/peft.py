@@ -17,8 +17,9 @@ from maxbatch.around.huggingface.arrays.tensors import TensorPlace, parameter_pl
 from maxbatch.around.huggingface.export.model import new_folder
 from maxbatch.around.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.around.huggingface.folder.files import is_exported, tokenizer_files
-from maxbatch.families.family import FAMILIES, Json
+from maxbatch.families.family import FAMILIES
 from maxbatch.families.parameter import ParameterPath
+from maxbatch.families.record import Json
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.run.folder.json_file import write_json

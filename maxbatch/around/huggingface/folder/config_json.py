@@ -9,7 +9,7 @@ import os
 from maxbatch.around.huggingface.folder.model_fields import model_keys
 from maxbatch.config.hub import folder_of, hub_name, hub_problem
 from maxbatch.config.values import shown, shown_path
-from maxbatch.families.family import Json
+from maxbatch.families.record import Json
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage.bounded import read_json
 

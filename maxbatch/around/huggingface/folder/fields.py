@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.config.values import shown
-from maxbatch.families.family import Json
+from maxbatch.families.record import Json
 from maxbatch.system.errors import ConfigError
 
-_MOST = 2**31 - 1
-_MOST_LAYERS = 10_000
+MOST = 2**31 - 1
+MOST_LAYERS = 10_000
 _MOST_REAL = 1e30
 _WHOLE = {
     **dict.fromkeys(
@@ -29,27 +29,8 @@ _WHOLE = {
             "num_experts",
             "num_experts_per_tok",
             "moe_intermediate_size",
-            "n_shared_experts",
-            "n_group",
-            "topk_group",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "intermediate_size_mlp",
-            "attention_chunk_size",
-            "shared_expert_intermediate_size",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "global_head_dim",
-            "num_global_key_value_heads",
-            "hidden_size_per_layer_input",
-            "vocab_size_per_layer_input",
         ),
-        _MOST,
+        MOST,
     ),
     **dict.fromkeys(
         (
@@ -57,14 +38,8 @@ _WHOLE = {
             "max_window_layers",
             "sliding_window_pattern",
             "_sliding_window_pattern",
-            "first_k_dense_replace",
-            "num_nextn_predict_layers",
-            "interleave_moe_layer_step",
-            "no_rope_layer_interval",
-            "full_attention_interval",
-            "num_kv_shared_layers",
         ),
-        _MOST_LAYERS,
+        MOST_LAYERS,
     ),
 }
 _REAL = (
@@ -82,7 +57,9 @@ _NUMBERS = ("moe_layers", "no_rope_layers")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
-def check_fields(fields: Json, own_names: Mapping[str, str], where: str) -> None:
+def check_fields(
+    fields: Json, own_names: Mapping[str, str], where: str, most_of_forms: Mapping[str, int]
+) -> None:
     """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field
     that is missing.
 
@@ -90,13 +67,14 @@ def check_fields(fields: Json, own_names: Mapping[str, str], where: str) -> None
       stated: the fields by their common names.
       own_names: the names of the family, by the common ones, for messages.
       where: names the file in messages.
+      most_of_forms: the largest value of each whole number that few families have.
     """
 
     def refuse(field: str, value: object, rule: str) -> ConfigError:
         name = own_names.get(field, field)
         return ConfigError(f"{where}: {name}={shown(repr(value))}: must be {rule}")
 
-    for field, most in _WHOLE.items():
+    for field, most in (_WHOLE | dict(most_of_forms)).items():
         value = fields.get(field)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
             raise refuse(field, value, f"a whole number from 0 to {most}")
@@ -115,9 +93,9 @@ def check_fields(fields: Json, own_names: Mapping[str, str], where: str) -> None
                 field, value, f"an object of texts, numbers up to {_MOST_REAL:g} and lists of them"
             )
         if field in _NUMBERS and not _is_short_list(value, int):
-            raise refuse(field, value, f"a list of at most {_MOST_LAYERS} whole numbers")
+            raise refuse(field, value, f"a list of at most {MOST_LAYERS} whole numbers")
         if field == "layer_types" and not _is_short_list(value, str):
-            raise refuse(field, value, f"a list of at most {_MOST_LAYERS} texts")
+            raise refuse(field, value, f"a list of at most {MOST_LAYERS} texts")
 
 
 def _is_real(value: Any) -> bool:
@@ -127,7 +105,7 @@ def _is_real(value: Any) -> bool:
 def _is_short_list(value: object, kind: type) -> bool:
     return (
         isinstance(value, list)
-        and len(value) <= _MOST_LAYERS
+        and len(value) <= MOST_LAYERS
         and all(isinstance(item, kind) for item in value)
     )
 
@@ -139,7 +117,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):
-        return len(value) <= _MOST_LAYERS and all(
+        return len(value) <= MOST_LAYERS and all(
             not isinstance(item, dict | list) and _is_plain(item) for item in value
         )
     return value is None or isinstance(value, bool | str) or _is_real(value)

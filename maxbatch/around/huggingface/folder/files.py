@@ -17,7 +17,7 @@ from maxbatch.config.combined import DecoderConfig, StreamConfig
 from maxbatch.config.hub import folder_of
 from maxbatch.config.sections import DataConfig
 from maxbatch.data.tokenizers.tokenizers import tokenizer_of
-from maxbatch.families.family import Json
+from maxbatch.families.record import Json
 from maxbatch.system.errors import reading
 
 _TOKENIZER_FILES = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from maxbatch.around.huggingface.folder.config_rows import FORMS
+from maxbatch.around.huggingface.folder.config_rows import FORMS, MOST_OF_FORMS
 from maxbatch.around.huggingface.folder.stated_model import (
     StatedModel,
     family_of,
@@ -17,7 +17,8 @@ from maxbatch.around.huggingface.folder.stated_model import (
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import value_text
-from maxbatch.families.family import FAMILIES, Json, is_local_layer
+from maxbatch.families.family import FAMILIES
+from maxbatch.families.record import Json, is_local_layer
 from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,7 +44,7 @@ def model_keys(fields: Json, where: str) -> dict[str, str]:
     family = family_of(fields, where)
     keys: dict[str, object] = {}
     try:
-        model = StatedModel(family, fields, where)
+        model = StatedModel(family, fields, where, MOST_OF_FORMS)
         for form in FORMS:
             keys |= form.keys(model)
     except KeyError as error:
@@ -116,7 +117,7 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
             continue
         if key == "topk_routing_group" and ours == -1:
             ours = config.n_routing_groups
-        if key in ("base_moe_mlp_dim", "base_mlp_dim") and family.has_experts:
+        if key in ("base_moe_mlp_dim", "base_mlp_dim") and family.experts:
             continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not has_windows:
             continue

@@ -12,7 +12,7 @@ import math
 from maxbatch.around.huggingface.folder.stated_model import StatedModel, states_rotated_part
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.values import shown
-from maxbatch.families.family import Family, Json
+from maxbatch.families.record import Family, Json
 
 ROPE_TYPES = {
     "default": "default",
@@ -81,7 +81,7 @@ def read_rope(model: StatedModel) -> dict[str, object]:
     if kind == "yarn":
         keys |= _read_yarn(rope)
     if "mscale" in family.own_keys:
-        keys |= _read_scales_of_latents(rope, kind == "yarn")
+        keys |= _read_two_scales(rope, kind == "yarn")
     return keys
 
 
@@ -128,11 +128,11 @@ def _write_yarn(config: DecoderConfig, family: Family) -> Json:
     if not config.rope_truncate:
         scaling["truncate"] = False
     if "mscale" in family.own_keys:
-        return scaling | _write_scales_of_latents(config)
+        return scaling | _write_two_scales(config)
     return scaling | _write_attention_factor(config)
 
 
-def _read_scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, object]:
+def _read_two_scales(rope: Json, is_yarn: bool) -> dict[str, object]:
     """Returns the keys of the two factors by which DeepSeek's YaRN scales rotated parts, and
     scores.
     """
@@ -149,7 +149,7 @@ def _read_scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, object]:
     return keys
 
 
-def _write_scales_of_latents(config: DecoderConfig) -> Json:
+def _write_two_scales(config: DecoderConfig) -> Json:
     if not config.mscale:
         return _write_attention_factor(config)
     scales: Json = {"mscale_all_dim": config.mscale}

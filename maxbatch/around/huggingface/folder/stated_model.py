@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from maxbatch.around.huggingface.folder.fields import check_fields
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.values import shown
-from maxbatch.families.family import MODEL_TYPES, Family, Json
+from maxbatch.families.family import MODEL_TYPES
+from maxbatch.families.record import Family, Json
 from maxbatch.system.errors import ConfigError
 
-INPUT_WIDTH = "hidden_size_per_layer_input"  # of Gemma 4's small models
 _BIASES = ("attention_bias", "mlp_bias")
 _QUANTIZED = {"mxfp4": "packed 4-bit weights", "fp8": "8-bit weights with scales of blocks"}
 
@@ -37,10 +37,11 @@ def states_rotated_part(family: Family) -> bool:
 def _of_sparse_layers(config: DecoderConfig, family: Family) -> bool:
     """Returns whether a file of the family may have an MLP in some layers, as Qwen3's."""
     return (
-        family.has_experts
+        family.experts is not None
+        and not family.experts.are_beside_mlp
         and config.num_experts > 1
         and has_expert_width(family)
-        and not ("first_num_dense_layers" in family.own_keys or family.has_experts_beside_mlp)
+        and "first_num_dense_layers" not in family.own_keys
     )
 
 
@@ -79,19 +80,22 @@ class StatedModel:
       fields: the fields by their common names, with the defaults of the family.
       where: names the file in messages.
       width, num_heads, num_layers: the dimensions that other fields refer to.
+
+    Args:
+      most: the largest value of each whole number that a form of few families has.
     """
 
-    def __init__(self, family: Family, fields: Json, where: str) -> None:
+    def __init__(self, family: Family, fields: Json, where: str, most: Mapping[str, int]) -> None:
         self.family, self.where = family, where
         common_names = {theirs: common for common, theirs in family.fields.items()}
         renamed = {
             common_names[name]: value for name, value in fields.items() if name in common_names
         }
         # transformers 5 writes this name for any family
-        if family.has_experts and "num_local_experts" in fields:
+        if family.experts and "num_local_experts" in fields:
             renamed["num_experts"] = fields["num_local_experts"]
         self.fields: Json = family.defaults | fields | renamed
-        check_fields(self.fields, family.fields, where)
+        check_fields(self.fields, family.fields, where, most)
         self.width: int = self.fields["hidden_size"]
         self.num_heads: int = self.fields["num_attention_heads"]
         self.num_layers: int = self.fields["num_hidden_layers"]
@@ -113,7 +117,8 @@ def has_expert_width(family: Family) -> bool:
     """Returns whether a field of its own states the width of an expert (`moe_intermediate_size`);
     without it `intermediate_size` does.
     """
-    return family.has_experts_beside_mlp or "moe_intermediate_size" in family.defaults
+    is_beside = family.experts is not None and family.experts.are_beside_mlp
+    return is_beside or "moe_intermediate_size" in family.defaults
 
 
 def family_of(fields: Json, where: str) -> Family:
@@ -129,11 +134,11 @@ def family_of(fields: Json, where: str) -> Family:
             f"{where}: model_type={shown(name)} is not supported; works: one of {works}"
         )
     families = MODEL_TYPES[name]
-    family = next((family for family in families if _has_width(family, fields)), families[0])
+    family = next((family for family in families if _is_told(family, fields)), families[0])
     experts = [
         field
         for field, value in fields.items()
-        if "expert" in field and value and not family.has_experts
+        if "expert" in field and value and not family.experts
     ]
     if experts:
         value = shown(str(fields[experts[0]]))
@@ -174,9 +179,10 @@ def fields_of_family(config: DecoderConfig, family: Family) -> Json:
         if fixed.is_written(config, family)
     }
     names = {"architectures": [family.architecture], "model_type": family.model_type}
-    return fixed | family.fixed | names
+    return fixed | family.fixed | family.told_by | names
 
 
-def _has_width(family: Family, fields: Json) -> bool:
-    """Returns whether a file states as wide inputs of the layers as the family has."""
-    return bool((family.defaults | fields).get(INPUT_WIDTH, 0) == family.layer_input_width)
+def _is_told(family: Family, fields: Json) -> bool:
+    """Returns whether a file is of this family, if several have its `model_type`."""
+    stated = family.defaults | fields
+    return all(stated.get(field, 0) == value for field, value in family.told_by.items())

@@ -109,8 +109,8 @@ def _layer(
 class MaxTextFamily(NamedTuple):
     """A family as MaxText stores it.
 
-    Where our family's record states `norm_adds_one`, MaxText's scales hold the one; where it states
-    `scales_embedding`, MaxText's embedding holds the factor, and logits are divided by it.
+    Where our family's norms add one, MaxText's scales hold the one; where its embedding has a factor,
+    MaxText's holds the factor, and logits are divided by it.
     """
 
     layer: Mapping[str, str]  # the names in a layer, by ours; `{}` stands for `local` or `global`
@@ -261,7 +261,7 @@ def _place(
     ):
         # A product with the scale and a bias without it would not be the same scores.
         factor = math.sqrt(model.head_dim) * weight_factor(model, row.path)
-    if FAMILIES[model.decoder_block].scales_embedding and within == "embedding":
+    if FAMILIES[model.decoder_block].embedding.is_scaled and within == "embedding":
         factor = weight_factor(model, row.path) / math.sqrt(model.base_emb_dim)
     if norms_add_one(model) and within.endswith("norm.scale"):
         offset = -1.0

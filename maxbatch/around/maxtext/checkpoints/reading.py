@@ -23,7 +23,7 @@ from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import first_of
-from maxbatch.families.matrices import ROUTED_BIAS
+from maxbatch.families.forms.experts import ROUTED_BIAS
 from maxbatch.families.parameter import ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.sharding import zeros_of

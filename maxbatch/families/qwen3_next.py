@@ -5,10 +5,15 @@ Reference: Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from maxbatch.families.forms.attention import AttentionForm
+from maxbatch.families.forms.attention import AttentionForm, GroupedAttention
+from maxbatch.families.forms.experts import Experts
+from maxbatch.families.forms.form import TinySizes
+from maxbatch.families.forms.norms import Norms
 from maxbatch.families.parameter import ModelKeys, Parameter
+from maxbatch.families.record import EXPERTS, MODULES, Family
 
 # Tokens that a convolution sees. No config key states it, since all published models have this one
 # (Qwen3-Next's `linear_conv_kernel_dim`).
@@ -19,6 +24,13 @@ class DeltaRule(AttentionForm):
     """The gated delta rule, with heads of its own."""
 
     layer = "maxbatch.model.delta_net:GatedDeltaNet"
+    keys = (
+        "inhomogeneous_layer_cycle_interval",
+        "gdn_num_key_heads",
+        "gdn_num_value_heads",
+        "gdn_key_head_dim",
+        "partial_rotary_factor",  # of the attention beside it
+    )
     over_tensor = ("delta_key_heads", "delta_heads")
     whole = ("delta_key_dim", "delta_value_dim", "convolution")
     in_float32 = ("delta_norm", "decay_heads")
@@ -85,9 +97,10 @@ class DeltaRule(AttentionForm):
             )
             raise config.fault("partial_rotary_factor", rule, f"{even:g}")
 
-    def small_keys(self, config: ModelKeys, heads: int, head_dim: int) -> dict[str, Any]:
+    def small_keys(self, config: ModelKeys, sizes: TinySizes) -> dict[str, Any]:
         """Returns small sizes, and a share of a head that turns in the attention beside it."""
         shared = min(2, config.gdn_num_value_heads // config.gdn_num_key_heads)
+        heads, head_dim = sizes.heads, sizes.head_dim
         turned = max(2, 2 * round(head_dim * config.partial_rotary_factor / 2))
         return {
             "gdn_num_key_heads": heads,
@@ -98,3 +111,46 @@ class DeltaRule(AttentionForm):
 
 
 DELTA_RULE: AttentionForm = DeltaRule()
+
+QWEN3_NEXT = Family(
+    decoder_block="qwen3_next", model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
+    norms=Norms(add_one=True), has_cycle=True, attention_before=DELTA_RULE,
+    attention=GroupedAttention(has_query_gate=True), experts=Experts(keys=("shared_experts",), have_shared_gate=True),
+    defaults={
+        "intermediate_size": 5632, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
+    },
+    fixed={"linear_conv_kernel_dim": CONVOLUTION_TOKENS},
+    bias_fields=("attention_bias",), has_qk_norm=True,
+    modules={
+        **MODULES, **EXPERTS, "attention.query_gate": "self_attn.q_proj",
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("query", "key", "value", "gate")),
+                        "linear_attn.in_proj_qkvz"),
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("rate", "decay")), "linear_attn.in_proj_ba"),
+        **dict.fromkeys((f"attention.convolved_{part}" for part in ("query", "key", "value")), "linear_attn.conv1d"),
+        "attention.delta_norm": "linear_attn.norm", "attention.delta_out": "linear_attn.out_proj",
+        "shared_experts.gate": "mlp.shared_expert.gate_proj", "shared_experts.up": "mlp.shared_expert.up_proj",
+        "shared_experts.down": "mlp.shared_expert.down_proj", "shared_experts.shared_gate": "mlp.shared_expert_gate",
+    },
+    tensors={"attention.decay_scale": "linear_attn.A_log", "attention.decay_shift": "linear_attn.dt_bias"},
+    by_head={
+        "self_attn.q_proj": "heads", "linear_attn.in_proj_qkvz": "delta_key_heads",
+        "linear_attn.in_proj_ba": "delta_key_heads",
+    },
+)  # fmt: skip
+QWEN3_5 = dataclasses.replace(
+    QWEN3_NEXT, decoder_block="qwen3_5", model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM",
+    experts=Experts(keys=("shared_experts",), have_shared_gate=True, always_normalise=True),
+    defaults={
+        **QWEN3_NEXT.defaults, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+    },
+    modules={
+        **QWEN3_NEXT.modules,
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("query", "key", "value")), "linear_attn.in_proj_qkv"),
+        "attention.delta_gate": "linear_attn.in_proj_z", "attention.delta_rate": "linear_attn.in_proj_b",
+        "attention.delta_decay": "linear_attn.in_proj_a",
+    },
+    by_head={"self_attn.q_proj": "heads"},
+)  # fmt: skip

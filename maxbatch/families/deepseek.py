@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from maxbatch.families.forms.attention import AttentionForm
+from maxbatch.families.forms.experts import Experts
+from maxbatch.families.forms.form import TinySizes
 from maxbatch.families.parameter import ModelKeys, Parameter
+from maxbatch.families.record import EXPERTS, MODULES, Family
 
 _MOST = 32  # the largest width of a latent in a tiny model
 
@@ -17,6 +20,14 @@ class Latents(AttentionForm):
     """Latent attention: all heads read one latent of each token, and one rotated key."""
 
     layer = "maxbatch.model.latent_attention:LatentAttention"
+    keys = (
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "mscale",
+    )
     whole = ("qk_dim", "v_dim", "key_and_value", "q_latent", "latent_and_key")
     summed = ("q_lora", "kv_lora")
     in_float32 = ("q_norm", "kv_norm")
@@ -31,7 +42,7 @@ class Latents(AttentionForm):
         "trainable_position_size",
     )
     unread = ("head_dim", "base_num_kv_heads")
-    scales_queries = False
+    unscaled_queries = "whose queries are made of latents"
     groups_heads = False
 
     def rows(self, name: str, is_local: bool | None) -> tuple[Parameter, ...]:
@@ -96,17 +107,40 @@ class Latents(AttentionForm):
                 config.qk_rope_head_dim + 1,
             )
 
-    def small_keys(self, config: ModelKeys, heads: int, head_dim: int) -> dict[str, Any]:
+    def small_keys(self, config: ModelKeys, sizes: TinySizes) -> dict[str, Any]:
         """Returns small widths of latents and of the parts of a head."""
-        del heads
         most = {
             "q_lora_rank": _MOST,
             "kv_lora_rank": _MOST,
-            "qk_nope_head_dim": head_dim,
-            "qk_rope_head_dim": head_dim,
-            "v_head_dim": head_dim,
+            "qk_nope_head_dim": sizes.head_dim,
+            "qk_rope_head_dim": sizes.head_dim,
+            "v_head_dim": sizes.head_dim,
         }
         return {name: min(int(config[name]), largest) for name, largest in most.items()}
 
 
 LATENTS: AttentionForm = Latents()
+
+DEEPSEEK = Family(
+    decoder_block="deepseek", model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
+    attention=LATENTS,
+    experts=Experts(keys=(
+        "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
+        "topk_routing_group",
+    )),
+    defaults={
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
+    fields={"num_experts": "n_routed_experts"},
+    modules={
+        **MODULES, **EXPERTS, "attention.query_down": "self_attn.q_a_proj",
+        "attention.query_down_norm": "self_attn.q_a_layernorm", "attention.query_up": "self_attn.q_b_proj",
+        "attention.latent": "self_attn.kv_a_proj_with_mqa", "attention.latent_norm": "self_attn.kv_a_layernorm",
+        "attention.latent_up": "self_attn.kv_b_proj", "shared_experts.gate": "mlp.shared_experts.gate_proj",
+        "shared_experts.up": "mlp.shared_experts.up_proj", "shared_experts.down": "mlp.shared_experts.down_proj",
+    },
+    tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
+)  # fmt: skip
