@@ -238,6 +238,9 @@ def open_feed(
         raise ValueError(f"start={start}: must be at least 0")
     config = as_config(config)
     refuse_own_parts(config.own_parts, ["stream"], given=["stream"] if stream is not None else [])
+    if config.max_tokens_per_pass is not None:
+        rule = "null for open_feed, whose batches have a sample a row"
+        raise config.fault("max_tokens_per_pass", rule, "null per_device_batch_size=1")
     check_batch_keys(config.plan)
     leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh

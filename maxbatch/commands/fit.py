@@ -59,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     interrupted, and waiting for them would take minutes.
     """
     config, target = config_and_target(args)
+    if config.max_tokens_per_pass is not None:
+        rule = "null for fit, which finds rows of a sample each (per_device_batch_size)"
+        raise config.fault("max_tokens_per_pass", rule, "null")
     smaller = smaller_targets(args, target)
     if args.write:
         _check_writable(Path(args.write))

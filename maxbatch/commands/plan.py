@@ -21,8 +21,11 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal.warning import note, warn
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from maxbatch.commands.surviving import SurvivingMachine
     from maxbatch.config.config import Config
+    from maxbatch.data.feed.pass_figures import PassFigures
     from maxbatch.plan.batch import BatchPlan, ResumePoint
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
     from maxbatch.system.hardware.chips import Peak
@@ -41,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
+    mean = "tokens of a sample on average, for data that is not here (max_tokens_per_pass)"
+    parser.add_argument("--mean-length", type=_positive(512), metavar="T", help=mean)
     survive = (
         "show the same batch on every machine down to K slices fewer (hosts, if there is one slice)"
     )
@@ -134,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     time = run_time(plan, *timed) if timed else None
     period = _checkpoint_period(config, args, timed.update.seconds if timed else None)
     rows = _survival(config, args, plan, epoch) if args.survive else []
+    passes = _pass_figures(config, plan, args.mean_length)
     if args.json:
         import json
 
@@ -147,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
             printed["own_parts"] = own_parts
         if recipe.has_answers:
             printed["trained_tokens_per_step"] = of_update
+        if plan.is_packed:
+            printed["passes"] = passes and passes._asdict()
         if rows:
             printed["survive"] = [row.to_dict() for row in rows]
         if period:
@@ -175,6 +183,8 @@ def run(args: argparse.Namespace) -> int:
             f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} "
             "(mean ± std)"
         )
+    if passes:
+        console.print(f"\n{passes.in_words()}", soft_wrap=True)
     if rows:
         from maxbatch.commands.surviving import render_survival
 
@@ -390,7 +400,42 @@ def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
     )
 
 
-def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:
+def _pass_figures(config: Config, plan: BatchPlan, mean: float | None) -> PassFigures | None:
+    """Returns the passes that lengths of the data, or of a mean, give; None if neither is known."""
+    length = config.max_target_length
+    if not plan.is_packed:
+        if mean is not None:
+            raise ConfigError(
+                f"--mean-length {mean:g}: must be given beside max_tokens_per_pass, whose passes "
+                f"it estimates; works: --mean-length {mean:g} max_tokens_per_pass={length} "
+                f"global_batch_size={plan.global_batch_size_to_train_on}"
+            )
+        return None
+    from maxbatch.data.feed.pass_figures import lengths_of_mean, num_lengths, pass_figures
+    from maxbatch.data.stream.sources import lengths_if_cached
+
+    batch, budget = plan.global_batch_size_to_train_on, config.max_tokens_per_pass
+    assert budget is not None, "it packs"
+    if mean is not None and mean > length:
+        raise ConfigError(
+            f"--mean-length {mean:g}: must be at most max_target_length={length}; works: "
+            f"--mean-length {length}"
+        )
+    count = num_lengths(batch)
+    if mean is not None:
+        lengths: np.ndarray | None = lengths_of_mean(mean, length, count)
+    else:  # those of responses are not known
+        lengths = None if plan.rl else lengths_if_cached(config.stream, count)
+    if lengths is None or not lengths.any():
+        return None
+    if plan.rl:
+        batch //= plan.rl.num_minibatches
+    return pass_figures(lengths, batch, length, budget // length, plan.num_devices)
+
+
+def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]] | None:
+    if plan.is_packed:  # rows follow from lengths
+        return None
     shards = plan.gradient_accumulation_steps * plan.batch_shards
     if shards > _MOST_PARTS:
         rule = f"prints every part of an update with --layout, and there are {shards}"

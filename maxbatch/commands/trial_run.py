@@ -178,7 +178,14 @@ def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
         "reference_batch_size": None,
     }
     batch = rows * passes
-    if config.enable_rampup_batch_size:
+    if config.max_tokens_per_pass is not None:
+        keys |= {
+            "max_tokens_per_pass": -(-rows // devices) * _LENGTH,
+            "per_device_batch_size": None,
+            "gradient_accumulation_steps": None,
+            "global_batch_size": 2 * batch,
+        }
+    elif config.enable_rampup_batch_size:
         keys |= {
             "enable_rampup_batch_size": True,
             "per_device_batch_size": 2 * rows / devices,

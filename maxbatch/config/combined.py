@@ -114,6 +114,7 @@ class ProgramsConfig(UpdateConfig):
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     recipe: Recipe
+    max_tokens_per_pass: int | None
 
 
 class LearnerConfig(UpdateConfig):

@@ -20,7 +20,7 @@ from maxbatch.config.sections import (
     customised_tensors,
     names_of,
 )
-from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
+from maxbatch.config.values import Value, exact, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.forms.form import refusal
@@ -48,6 +48,8 @@ _IN_TOKENS = {
 _MOST_TOKENS = 2**63
 _MOST_INT8_TERMS = (2**31 - 1) // 127**2
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
+_BUDGET = "max_tokens_per_pass"
+_OF_PASSES = ("per_device_batch_size", "gradient_accumulation_steps")  # which follow from it
 
 Values = Mapping[str, Value]
 
@@ -97,7 +99,11 @@ def displaced(values: Values, stated_names: set[str]) -> Iterator[Displaced]:
         yield Displaced("enable_rampup_batch_size", batches[0])
         if not accumulation:
             yield Displaced("gradient_accumulation_steps", batches[0])
-    yield from _displaced_rows(values, stated_names)
+    if _BUDGET in stated_names and values["batch_size"] is None:
+        lower = [name for name in _OF_PASSES if name not in stated_names]
+        yield from (Displaced(name, _BUDGET) for name in lower)
+    if values[_BUDGET] is None:
+        yield from _displaced_rows(values, stated_names)
     for per_update, in_words in _IN_TOKENS.items():
         if {per_update, in_words} <= stated_names:
             raise ConfigError(f"{in_words}={shown(str(values[in_words]))}: must not be stated beside {per_update}="
@@ -225,7 +231,9 @@ def check_rules(config: AllKeys) -> None:
             f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300"
         )
     pair = ("global_batch_size", "gradient_accumulation_steps")
-    if config.per_device_batch_size is None and any(config[name] is None for name in pair):
+    if config.max_tokens_per_pass is not None:
+        _check_budget(config, config.max_tokens_per_pass)
+    elif config.per_device_batch_size is None and any(config[name] is None for name in pair):
         raise config.fault(
             "per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16
         )
@@ -312,6 +320,36 @@ def check_rules(config: AllKeys) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", config.profile_steps)
     if config.profile_steps and not (window and int(window[1]) < int(window[2])):
         raise config.fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+
+
+def _check_budget(config: AllKeys, budget: int) -> None:
+    """Raises ConfigError for values beside `max_tokens_per_pass` that exclude it."""
+    recipe, length = Recipe.of(config), config.max_target_length
+    reasons = {
+        f"{recipe.key}, whose {recipe.unit}s do not share rows": not recipe.shares_rows,
+        "enable_rampup_batch_size=true, which counts rows of a device (batch_size_schedule ramps a "
+        "batch of samples)": config.enable_rampup_batch_size,
+        f"num_experts={config.num_experts}, whose terms count rows": _has_experts(config),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise config.fault(_BUDGET, f"null beside {reason}", "null")
+    if budget < length:
+        raise config.fault(_BUDGET, f"at least max_target_length={length}, a row", length)
+
+    if recipe.is_sampled:  # batch_size states the batch
+        return
+    has_batch = any(config[name] is not None for name in _OTHER_BATCHES)
+    p, g = (config[name] for name in _OF_PASSES)
+    rows = round(exact(p or 16) * (g or 1))
+    batch = "" if has_batch else f" global_batch_size={max(1, rows)}"
+    if named := [name for name in _OF_PASSES if config[name] is not None]:
+        rest = "".join(f" {name}=null" for name in named[1:])
+        rule = f"null beside {_BUDGET}, from which rows and passes follow"
+        raise config.fault(named[0], rule, f"null{rest}{batch}")
+    if not has_batch:
+        rule = "stated beside global_batch_size or batch_size_schedule, whose samples share rows"
+        raise config.fault(_BUDGET, rule, f"{budget}{batch}")
 
 
 # Settings of some optimizers only.

@@ -135,6 +135,9 @@ class BatchConfig(Section, changes=THE_BATCH):
         'batch, each of them in tokens with the suffix t; or "seesaw 256 2"', BATCH, part=Part.BATCH, maxtext=OURS)
     batch_padding: bool = key(False,
         "true: a batch stated globally need not divide; rows of zero weight fill the last pass", BATCH, maxtext=OURS)
+    max_tokens_per_pass: Quantity | None = key(None, "tokens of a device in one pass: the samples of an update share "
+        "rows, as many as these tokens hold; p and g follow, the update stays the same; null: a row a sample",
+        BATCH, COUNT, "tokens", maxtext=OURS, warm_start=False)
     expansion_factor_real_data: Exact = key(-1,
         "e: -1 or 1: every host loads; e > 1: one host in e loads; 0 < e < 1: a resume on e x the loading hosts",
         PROGRAM, warm_start=False, changes="the hosts that load data")

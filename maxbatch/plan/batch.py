@@ -263,6 +263,11 @@ class BatchPlan:
         )
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the samples of an update share rows, and passes follow from their lengths."""
+        return self.manager.split_stages[-1].is_packed
+
+    @property
     def mesh(self) -> MeshShape:
         """The mesh shape of the devices that train."""
         return self.meshes.training

@@ -46,8 +46,8 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
 
     if plan.rl:
         return _of_prompts(plan, plan.rl)
-    if _is_padded(plan):
-        return (_maxbatch(plan),)  # no other framework pads a batch
+    if _is_padded(plan) or plan.is_packed:
+        return (_maxbatch(plan),)  # no other framework pads a batch, or packs it as this one
     return (
         _maxbatch(plan),
         FrameworkSettings(
@@ -102,6 +102,8 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     )
 
     settings = f"{sizes} micro_batch_size={rl.micro_batch_size}"
+    if rl.max_tokens_per_pass is not None:
+        settings = f"{sizes} max_tokens_per_pass={rl.max_tokens_per_pass}"
     settings += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
     most = rl.max_prompts_per_batch
     settings += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
@@ -113,8 +115,8 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     settings += " batch_padding=true" if _is_padded(plan) else ""
 
     frameworks = [FrameworkSettings("maxbatch", settings, f"{update}={pairs}")]
-    if _is_padded(plan):
-        return tuple(frameworks)  # no other framework pads a batch
+    if _is_padded(plan) or plan.is_packed:
+        return tuple(frameworks)  # no other framework pads a batch, or packs it as this one
     if rl.num_minibatches == 1 and not most:
         frameworks.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
     if not rl.off_policy_steps and not most:
@@ -154,7 +156,10 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
     a pass.
     """
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
-    settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
+    rows = Fraction(most, plan.num_devices)
+    settings = f"per_device_batch_size={plain_number(rows)}"
+    if plan.is_packed:
+        settings = f"max_tokens_per_pass={plain_number(rows * plan.max_target_length)}"
     settings += " batch_padding=true" if _is_padded(plan) else ""
     batch = plan.global_batch_size_to_train_on
     ramp: tuple[str, ...] = ()

@@ -52,10 +52,15 @@ class SplitStage(NamedTuple):
     # a fraction where a sample is a prompt of several rows, and they are padded
     micro_batch: int | Fraction
     accumulation_steps: int
+    # whether samples share rows (`max_tokens_per_pass`): micro_batch counts rows, and
+    # accumulation_steps are those of a row a sample, the most that lengths can need
+    is_packed: bool = False
 
     @property
     def padded_slots(self) -> int | Fraction:
-        """Samples of a batch that are padding."""
+        """Samples of a batch that are padding; 0 if passes follow from lengths."""
+        if self.is_packed:
+            return 0
         return self.micro_batch * self.accumulation_steps - self.batch if self.micro_batch else 0
 
 
@@ -112,10 +117,13 @@ def split_stages(
         ahead evenly.
     """
     most_rows = math.floor(pass_rows(config, unit.num_devices))
+    stated_ones = stated_stages(config, unit.num_devices)
     split = _padded if config.batch.batch_padding else _split
-    stages = tuple(
-        split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices)
-    )
+    if config.batch.max_tokens_per_pass is not None:
+        split = _packed
+        # the same pass in all stages, so that one program runs them
+        most_rows = held_rows(config, unit, max(int(stage.batch) for stage in stated_ones))
+    stages = tuple(split(stage, most_rows, unit) for stage in stated_ones)
     current = (
         bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
     )
@@ -156,6 +164,27 @@ def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSt
     batch = int(stage.batch)
     passes = -(-batch // most)
     return SplitStage(stage.threshold, batch, -(-batch // (passes * unit.rows)) * unit.rows, passes)
+
+
+def _packed(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
+    """Returns a stage whose samples share rows, in passes of the most rows."""
+    batch = int(stage.batch)
+    return SplitStage(stage.threshold, batch, most_rows, -(-batch // most_rows), is_packed=True)
+
+
+def held_rows(config: PlanConfig, unit: MicrobatchUnit, most: int) -> int:
+    """Returns the rows that a pass of `max_tokens_per_pass` holds, in whole units, no more than
+    `most` samples can fill.
+
+    Raises:
+      Refusal: it does not hold a unit.
+    """
+    rows = math.floor(pass_rows(config, unit.num_devices)) // unit.rows * unit.rows
+    if not rows:
+        key, length = "max_tokens_per_pass", config.length.max_target_length
+        rule = f"x {unit.num_devices} devices must hold at least {unit.rows} rows ({unit})"
+        raise Refusal(config, key, rule, {key: math.ceil(unit.rows_per_device) * length})
+    return min(rows, -(-most // unit.rows) * unit.rows)
 
 
 def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:

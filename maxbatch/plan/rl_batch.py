@@ -20,7 +20,7 @@ from maxbatch.config.sections import PromptBatchConfig
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.mesh_shape import RunMeshes
-from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
+from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, held_rows
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 
@@ -47,6 +47,9 @@ class RLBatch(NamedTuple):
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
     rollout_data_parallelism: int  # parts into which the responses of a chunk are split
     rollout_tensor_parallelism: int  # devices that share the weights of one such part
+    # tokens of a device in a chunk of training whose pairs share rows: micro_batch_size counts its
+    # rows, and num_micro_batches are those of a row a pair; None: a row a pair
+    max_tokens_per_pass: int | None = None
 
     @classmethod
     def if_stated(
@@ -65,7 +68,10 @@ class RLBatch(NamedTuple):
         assert batch is not None, "prompts are chosen by their number"
         _check_other_keys(config, batch)
         minibatch = batch // config.prompts.num_minibatches
-        if config.batch.batch_padding:
+        budget = config.batch.max_tokens_per_pass
+        if budget is not None:
+            train, passes, rollout = _packed_chunks(config, batch, unit)
+        elif config.batch.batch_padding:
             train, passes, rollout = _padded_chunks(config.prompts, batch, unit.rows)
         else:
             train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
@@ -88,13 +94,17 @@ class RLBatch(NamedTuple):
             num_sampler_devices=meshes.sampling.num_devices,
             rollout_data_parallelism=meshes.sampling.batch_shards,
             rollout_tensor_parallelism=meshes.sampling.sizes["tensor"],
+            max_tokens_per_pass=budget,
         )
 
     @property
     def stage(self) -> SplitStage:
         """The one stage of the run, in prompts."""
         chunk = Fraction(self.micro_batch_size, self.num_generations)
-        return SplitStage(Fraction(0), self.batch_size, chunk, self.num_micro_batches)
+        is_packed = self.max_tokens_per_pass is not None
+        return SplitStage(
+            Fraction(0), self.batch_size, chunk, self.num_micro_batches, is_packed=is_packed
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -106,6 +116,24 @@ class RLBatch(NamedTuple):
     def chunks_per_update(self) -> int:
         """Chunks of training of one update."""
         return self.num_micro_batches // self.num_minibatches
+
+
+def _packed_chunks(config: PlanConfig, batch: int, unit: MicrobatchUnit) -> tuple[int, int, int]:
+    """Returns the rows of a pass, the most passes of an update, and the prompts per chunk of
+    generation.
+    """
+    prompts = config.prompts
+    for name in ("micro_batch_size", "train_micro_batch_size"):
+        if prompts[name] != -1:
+            rule = (
+                "must be -1 beside max_tokens_per_pass, from which chunks of training follow "
+                "(rollout_micro_batch_size states those of generation)"
+            )
+            raise Refusal(config, name, rule, {name: -1})
+    pairs = batch // prompts.num_minibatches * prompts.num_generations
+    rows = held_rows(config, unit, pairs)
+    rollout = prompts.rollout_micro_batch_size
+    return rows, -(-pairs // rows), batch if rollout == -1 else min(batch, rollout)
 
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:

@@ -75,9 +75,11 @@ def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:
 
 
 def pass_rows(config: PlanConfig, num_devices: int) -> Fraction:
-    """Returns p x N, the rows of one pass; without p they follow from the global batch and its
-    accumulation steps.
+    """Returns p x N, the rows of one pass; without p they follow from the tokens of a pass, or from
+    the global batch and its accumulation steps.
     """
+    if (budget := config.batch.max_tokens_per_pass) is not None:
+        return Fraction(budget // config.length.max_target_length * num_devices)
     if config.batch.per_device_batch_size is None:
         batch, g = constant_batch(config), config.batch.gradient_accumulation_steps
         if batch is None or g is None:

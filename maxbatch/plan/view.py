@@ -107,6 +107,13 @@ ramp
   rampup_end_sample              samples before the last stage
 """
 _OF_PADDING = ("padded_slots_per_step", "padded_share")
+# Meanings where samples share rows.
+_PACKED = {
+    "micro_batch_size_to_train_on": "p x N: rows in one pass (max_tokens_per_pass)",
+    "gradient_accumulation_steps": "most passes per update: those of a sample a row",
+    "micro_batch_size": "rows per chunk of training (max_tokens_per_pass)",
+    "num_micro_batches": "most chunks of training in one pass over the batch",
+}
 # Numbers that count a whole batch, even if it is cut into mini-batches.
 _OF_BATCH = (
     "gradient_accumulation_steps",
@@ -128,6 +135,8 @@ def equation(plan: BatchPlan) -> str:
             f"{counted(plan.rl.num_generations, 'response')}"
         )
         chunks = f"{counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
+        if plan.is_packed:
+            chunks = f"at most {chunks} rows that pairs share"
         updates = f"{counted(plan.rl.updates_per_batch, 'update')} per batch"
         cut = "update"
         if plan.rl.num_minibatches > 1:
@@ -136,16 +145,30 @@ def equation(plan: BatchPlan) -> str:
         return (
             f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
         )
+    if plan.is_packed:
+        passes = last.gradient_accumulation_steps
+        rows = f"{number_text(last.per_device_batch_size)} rows per device"
+        line = (
+            f"{last.global_batch_size:,} {plan.sample}s per update, packed by their lengths into "
+            f"at most {passes:,} pass{'es' * (passes > 1)} of {rows} x "
+            f"{counted(plan.num_devices, 'device')}; {plan.tokens_per_step:,} slots"
+        )
+        return line + _ramped(plan)
     steps = counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} {plan.sample}s per update = "
         f"{number_text(last.per_device_batch_size)} per device x "
         f"{counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
-    if len(listed) > 1:
-        first = plan.stages[listed[0]].global_batch_size
-        line += f"; ramped from {first:,} in {len(listed)} stages"
-    return line
+    return line + _ramped(plan)
+
+
+def _ramped(plan: BatchPlan) -> str:
+    listed = plan.manager.listed
+    if len(listed) == 1:
+        return ""
+    first = plan.stages[listed[0]].global_batch_size
+    return f"; ramped from {first:,} in {len(listed)} stages"
 
 
 def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Console) -> None:
@@ -276,6 +299,12 @@ def ramp_table(
 def render_layout(plan: BatchPlan, console: Console) -> None:
     """Draws the samples of every device and micro-batch, in the first and in the last stage."""
     console.print()
+    if plan.is_packed:
+        console.print(
+            f"rows follow from the lengths of an update's {plan.sample}s: best fit over the whole "
+            "batch, rows in stream order, filled pass by pass, each pass device by device"
+        )
+        return
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
     if plan.rl is None and plan.sample != "sample":
@@ -372,6 +401,8 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
                 meaning = meaning.replace("samples", f"{plan.sample}s").replace(
                     "rows", f"{plan.sample}s"
                 )
+            if plan.is_packed:
+                meaning = _PACKED.get(name, meaning)
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
 
     width = max(len(number) for group in groups.values() for _, number, _ in group)

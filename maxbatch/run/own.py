@@ -95,6 +95,11 @@ class Parts(NamedTuple):
     eval_stream: Samples | Stream | None = None
 
     @property
+    def are_config_rows(self) -> bool:
+        """Whether model, loss and stream are the config's."""
+        return self.model is None and self.objective is None and self.stream is None
+
+    @property
     def names(self) -> dict[str, str]:
         """The names of the given parts, by argument: `stream: mine.Rows`."""
         given = {argument: getattr(self, argument) for argument in TRAINED}

@@ -133,6 +133,12 @@ def open_pretraining(
 
     # refusals that need no data come first
     _check(parts, config.compiled_dir, recipe)
+    if config.max_tokens_per_pass is not None and not parts.are_config_rows:
+        raise config.fault(
+            "max_tokens_per_pass",
+            "null, since train() was given a model, a loss or a stream, whose rows it does not know",
+            "null",
+        )
     tasks = _open_tasks(config.evaluation, parts)
     mesh_shape = checked_mesh_shape(planning, keys, context.devices)
     expansion = max(1, int(expansion_factor(planning, jax.process_count())))
@@ -481,10 +487,16 @@ class BuiltPretraining:
     ) -> tuple[RunningPretraining, TrainState]:
         """Compiles the first update while the state is made, and warms it up."""
         opened, planned, context = self.opened, self.planned, self.opened.context
-        placement = planned.programs.placement
+        programs = planned.programs
+        placement = programs.trained_placement
         stream, held_out = self._referred_streams()
         feed = Feed(
-            stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step
+            stream,
+            planned.plan.manager,
+            self.steps.shape_for,
+            placement,
+            self.start.position.step,
+            programs.packs,
         )
         stack.enter_context(feed)
         # reads the first batch
@@ -625,9 +637,18 @@ class RunningPretraining:
     ) -> tuple[TrainState, Dispatched]:
         planned, stream = batch.planned, self.opened.stream
         at = settings.at(planned.first_sample, planned.num_rows)
-        numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, at)
+        # a host without rows does not know the passes of lengths; the program counts them
+        packs = self.planned.programs.packs
+        taken = batch.shape.max_micro_batches if packs else batch.num_micro_batches
+        numbers = np.int32(taken), jax.tree.map(np.float32, at)
         state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
         counts = stream.samples_by_source(planned.end_sample) if stream is not None else None
+        figures: dict[str, object] = {} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts}
+        if passes := batch.passes:
+            figures |= {
+                Metric.NUM_PASSES: passes.num_passes,
+                Metric.ROW_SHARE: passes.row_share,
+            }
         return state, Dispatched(
             planned=planned,
             place=Place(planned.end_sample),
@@ -636,7 +657,7 @@ class RunningPretraining:
             learning_rate=at.learning_rate,
             data_wait_s=batch.waited_s,
             metrics=metrics,
-            figures={} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts},
+            figures=figures,
         )
 
     def compile_rest(self) -> None:

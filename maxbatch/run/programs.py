@@ -16,7 +16,13 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
+from maxbatch.data.feed.placement import (
+    BATCH_DTYPES,
+    PACKED_DTYPES,
+    REFERENCE_DTYPES,
+    BatchShape,
+    Placement,
+)
 from maxbatch.model.attention import choose_implementation
 from maxbatch.model.eight_bits import check_platform
 from maxbatch.parallel.mesh import lay_out, mesh_shape
@@ -77,9 +83,12 @@ class Programs:
         self._own_optimizer = own_optimizer
         self.mesh: Mesh = lay_out(shape, devices)
         self._expansion = expansion
+        # of a sample a row, such as those of an eval
         self.placement = self._placement(
             BATCH_DTYPES if objective.reference is None else REFERENCE_DTYPES
         )
+        self.packs = config.max_tokens_per_pass is not None  # samples share rows
+        self.trained_placement = self._placement(PACKED_DTYPES) if self.packs else self.placement
 
     def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
         return Placement(
@@ -101,12 +110,12 @@ class Programs:
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
         """Returns the update for a batch shape (`make_train_step`)."""
-        arrange = self.placement.arrange(shape.micro_batch)
+        arrange = self.trained_placement.arrange(shape.micro_batch)
         train_step = make_train_step(
             self.config, self.mesh, self.abstract, arrange, self._objective, self._own_optimizer
         )
         count, settings = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
-        batch = self.placement.abstract_batch(shape)
+        batch = self.trained_placement.abstract_batch(shape)
         lowered: jax.stages.Lowered = train_step.lower(self.abstract, batch, count, settings)
         return lowered
 

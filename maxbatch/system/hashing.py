@@ -38,22 +38,44 @@ def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_R
       uint32[R, 2]: low and high half of each row's hash; 0 for padding rows (all segments 0).
     """
     position_1xL = xp.arange(tokens_RxL.shape[1], dtype=xp.uint32)[None, :]
-    tokens = tokens_RxL.astype(xp.uint32) * _TOKEN
-    segments = segments_RxL.astype(xp.uint32) * _SEGMENT
-    weights = weights_RxL.astype(xp.float32).view(xp.uint32) * _WEIGHT
-    sums = []
-    for lane in _LANES:
-        slot = mixed(position_1xL * _POSITION + lane)
-        for part in (tokens, segments, weights):
-            slot = mixed(slot ^ part)
-        sums.append(slot.sum(axis=1, dtype=xp.uint32))
-    # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows
-    # at the same slot.
-    low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
-    high = mixed(sums[1] ^ mixed(low + _LANES[1]))
+    lanes = slot_lanes(xp, position_1xL, tokens_RxL, segments_RxL, weights_RxL)
+    low, high = halves_of(*(lane.sum(axis=1, dtype=xp.uint32) for lane in lanes))
     real_R = (segments_RxL != 0).any(axis=1)
     hashes_Rx2: Array = xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
     return hashes_Rx2
+
+
+def slot_lanes(
+    xp: ModuleType, places: Array, tokens: Array, segments: Array, weights: Array
+) -> tuple[Array, Array]:
+    """Hashes slots: the two lanes, uint32 arrays, whose sums over a row give its hash.
+
+    Args:
+      places: the slots' places in their row.
+    """
+    positions = places.astype(xp.uint32) * _POSITION
+    parts = (
+        tokens.astype(xp.uint32) * _TOKEN,
+        segments.astype(xp.uint32) * _SEGMENT,
+        weights.astype(xp.float32).view(xp.uint32) * _WEIGHT,
+    )
+
+    def lane_of(start: np.uint32) -> Array:
+        slots: Array = mixed(positions + start)
+        for part in parts:
+            slots = mixed(slots ^ part)
+        return slots
+
+    return lane_of(_LANES[0]), lane_of(_LANES[1])
+
+
+def halves_of(sum_0: Array, sum_1: Array) -> tuple[Array, Array]:
+    """Returns the low and the high half of a row's hash, from its lanes' sums over the slots."""
+    # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows
+    # at the same slot.
+    low = mixed(sum_0 ^ mixed(sum_1 + _LANES[0]))
+    high = mixed(sum_1 ^ mixed(low + _LANES[1]))
+    return low, high
 
 
 def mixed(x: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -50,9 +51,8 @@ class BatchSums:
             tokens = jnp.sum(rows.segments != 0, dtype=jnp.int32)
             return counted[0] + self._objective.weigh(rows), counted[1] + tokens
 
-        weight, tokens = jax.lax.fori_loop(
-            0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0))
-        )
+        passes = _num_passes(batch, num_micro_batches)
+        weight, tokens = jax.lax.fori_loop(0, passes, count, (jnp.float32(0), jnp.int32(0)))
         return Scale(
             weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE
         )
@@ -81,8 +81,20 @@ class BatchSums:
         if max_micro_batches == 1:  # a single one: without a loop the accumulator is free
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
-            sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
+            passes = _num_passes(batch, num_micro_batches)
+            sums = jax.lax.fori_loop(0, passes, add_micro_batch, sums)
         return accumulation.total(sums)
+
+
+def _num_passes(batch: Batch, num_micro_batches: jax.Array) -> jax.Array:
+    """Returns the micro-batches to take; where samples share rows, those that hold any.
+
+    Rows are filled pass by pass, and a host without rows does not know how many lengths need.
+    """
+    if batch.begins is None:
+        return num_micro_batches
+    held = [jnp.any(begins > 0, axis=(1, 2)) for begins in jax.tree.leaves(batch.begins)]
+    return jnp.sum(functools.reduce(jnp.logical_or, held), dtype=jnp.int32)
 
 
 def _micro_batch(batch: Batch, j: jax.Array) -> Batch:

@@ -36,6 +36,7 @@ from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.layer_gradients import SummingLayers
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
+from maxbatch.update.packed_rows import sample_hashes
 from maxbatch.update.state import ModelMaker
 
 if TYPE_CHECKING:
@@ -187,7 +188,10 @@ class Accumulation:
         )
 
         def add_fingerprint(limbs_4: jax.Array, rows: TokenRows) -> jax.Array:
-            hashes = row_hashes(jnp, rows.tokens, rows.segments, rows.weights)
+            if getattr(rows, "begins", None) is None:
+                hashes = row_hashes(jnp, rows.tokens, rows.segments, rows.weights)
+            else:
+                hashes = sample_hashes(rows)
             limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, hashes))
             return limbs
 

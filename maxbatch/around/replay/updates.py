@@ -186,6 +186,9 @@ def _config_here(config: Config, folder: Path) -> Config:
     parameters.
     """
     layout = {name: KEYS[name].default_value for name in _LAYOUT}
+    if (budget := config.max_tokens_per_pass) is not None:  # a row a sample is the same update
+        rows = budget // config.max_target_length
+        layout |= {"max_tokens_per_pass": None, "per_device_batch_size": rows}
     return config.replaced({**layout, **_UPDATES_ALONE, "run_dir": str(folder)})
 
 

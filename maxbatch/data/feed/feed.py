@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxbatch.data.feed.passes import Passes, packed, token_counts
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.reader import Contiguous, Reader
 from maxbatch.data.stream.stream import Stream
@@ -115,6 +116,52 @@ class BatchLoader:
             self._reader.close()
 
 
+class PackedLoader:
+    """A reader of consecutive batches whose samples share rows.
+
+    A host that stages whole batches reads the samples ahead, and packs them by their tokens. Another
+    one finds the lengths of all samples by index, and reads the samples of its own rows.
+
+    Args:
+      stream: source of the samples; None on a host without rows.
+      series: the batches ahead.
+    """
+
+    def __init__(
+        self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]
+    ) -> None:
+        self._stream, self._placement = stream, placement
+        self._reader: Reader | None = None
+        if stream is not None and placement.stages_all:
+            last = series[-1]
+            end = last.first_sample + last.num_batches * last.num_rows
+            self._reader = stream.reader_of(Contiguous(series[0].first_sample, end))
+
+    def batch(self, planned: PlannedStep, shape: BatchShape) -> tuple[Batch, Passes | None]:
+        """Returns the batch of the next update, and its passes; None on a host without rows."""
+        if self._stream is None:
+            return self._placement.padding(shape), None
+        length = self._placement.length
+        if self._reader is not None:
+            samples = self._reader.take(planned.num_rows)
+            passes = Passes.of(token_counts(samples["segments"]), length, shape.micro_batch)
+            return self._placement.stage(packed(samples, passes), passes.num_rows, shape), passes
+        first, end = planned.first_sample, planned.first_sample + planned.num_rows
+        lengths_S = self._stream.lengths(np.arange(first, end))
+        passes = Passes.of(lengths_S, length, shape.micro_batch)
+        wanted = self._placement.wanted(passes.num_rows, shape)
+        here, own = passes.of_rows(self._placement.local_rows(shape)[wanted])
+        rows = packed(self._stream.batch(first + here), own)
+        return self._placement.stage(rows, passes.num_rows, shape), passes
+
+    def __enter__(self) -> PackedLoader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._reader:
+            self._reader.close()
+
+
 class StagedBatch(NamedTuple):
     """A global batch on its devices, and its update."""
 
@@ -123,6 +170,7 @@ class StagedBatch(NamedTuple):
     shape: BatchShape
     num_micro_batches: int  # micro-batches with real rows, of the A
     waited_s: float = 0.0  # the time that training waited for it
+    passes: Passes | None = None  # of samples that share rows
 
 
 class Feed:
@@ -133,6 +181,7 @@ class Feed:
       shape_for: returns the shape for a batch, given its stage and whether it is the stage's first;
         the update does not depend on it. With several hosts it must depend on its arguments only,
         so that they agree.
+      packs: whether samples share rows; the placement must have their arrays.
     """
 
     def __init__(
@@ -142,8 +191,9 @@ class Feed:
         shape_for: Callable[[Stage, bool], BatchShape],
         placement: Placement,
         first_step: int,
+        packs: bool = False,
     ) -> None:
-        self._stream, self._manager = stream, manager
+        self._stream, self._manager, self._packs = stream, manager, packs
         self._shape_for, self._placement = shape_for, placement
         self._first_step = first_step
         self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(_DEPTH)
@@ -178,13 +228,25 @@ class Feed:
         series = self._series()
         if not series:
             return
-        last_stage: int | None = None
+        if self._packs:
+            with PackedLoader(self._stream, self._placement, series) as packing:
+                for planned, shape in self._shapes():
+                    batch, passes = packing.batch(planned, shape)
+                    most = shape.max_micro_batches
+                    num_passes = most if passes is None else passes.num_passes
+                    yield StagedBatch(batch, planned, shape, num_passes, passes=passes)
+            return
         with BatchLoader(self._stream, self._placement, series) as loader:
-            for planned in self._manager.steps_from(self._first_step):
-                opens_stage, last_stage = planned.stage != last_stage, planned.stage
-                shape = self._shape_for(self._manager.stages[planned.stage], opens_stage)
+            for planned, shape in self._shapes():
                 batch = loader.batch(planned.num_rows, shape)
                 yield StagedBatch(batch, planned, shape, -(-planned.num_rows // shape.micro_batch))
+
+    def _shapes(self) -> Iterator[tuple[PlannedStep, BatchShape]]:
+        """Yields the updates ahead, each with the shape of its batch."""
+        last_stage: int | None = None
+        for planned in self._manager.steps_from(self._first_step):
+            opens_stage, last_stage = planned.stage != last_stage, planned.stage
+            yield planned, self._shape_for(self._manager.stages[planned.stage], opens_stage)
 
     def _produce(self) -> None:
         try:

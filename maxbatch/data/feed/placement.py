@@ -55,6 +55,9 @@ class Batch(NamedTuple):
     segments: Any  # int32, 1.. per document within a row, 0 at padding
     weights: Any  # float32 loss weight of each token as a target; 0 at padding rows
     reference: Any = None  # float32, figures of each row beside its tokens, if the stream has them
+    # int32, 1 + the token that pads a sample's own row at the sample's first token, else 0; None: a
+    # sample a row
+    begins: Any = None
 
 
 BATCH_DTYPES = {
@@ -63,6 +66,7 @@ BATCH_DTYPES = {
     "weights": np.dtype(np.float32),
 }
 REFERENCE_DTYPES = BATCH_DTYPES | {"reference": np.dtype(np.float32)}
+PACKED_DTYPES = BATCH_DTYPES | {"begins": np.dtype(np.int32)}
 
 
 class BatchShape(NamedTuple):
@@ -91,13 +95,8 @@ class Placement:
     ) -> None:
         mesh = final.mesh
         assert isinstance(mesh, Mesh), "of devices"
-        self.mesh, self.spec, self._final, self._length, self._expansion = (
-            mesh,
-            final.spec,
-            final,
-            length,
-            expansion,
-        )
+        self.mesh, self.spec, self._final = mesh, final.spec, final
+        self.length, self._expansion = length, expansion
         self._dtypes = dict(dtypes)
         self._device_loads = np.array(
             [is_loading(d.process_index, expansion) for d in mesh.devices.flat]
@@ -111,11 +110,12 @@ class Placement:
 
     def abstract_batch(self, shape: BatchShape) -> Batch:
         """Returns the shapes and shardings of a staged batch, for compiling ahead of time."""
-        staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self._length)
-        arrays = (
-            jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in self._dtypes.values()
-        )
-        return Batch(*(self._staged([array] * self._expansion) for array in arrays))
+        staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self.length)
+        arrays = {
+            name: jax.ShapeDtypeStruct(staged, dtype, sharding=self._sharding)
+            for name, dtype in self._dtypes.items()
+        }
+        return Batch(**{n: self._staged([array] * self._expansion) for n, array in arrays.items()})
 
     def arrange(self, micro_batch: int) -> Callable[[Batch], Batch]:
         """Returns the function that turns a staged micro-batch (arrays `[S, L]`) into rows (`[M,
@@ -157,7 +157,7 @@ class Placement:
 
     def _find_local_slots(self, num_slots: int) -> np.ndarray:
         """Returns an array's slots on this host's devices, in order."""
-        indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
+        indices = self._sharding.addressable_devices_indices_map((1, num_slots, self.length))
         runs = {index[1].indices(num_slots) for index in indices.values() if index}
         return np.concatenate([np.arange(*run) for run in sorted(runs)])
 
@@ -185,21 +185,23 @@ class Placement:
 
         def staged(name: str) -> jax.Array | tuple[jax.Array, ...]:
             if wanted.all():
-                slots = rows[name].reshape(*wanted.shape, self._length)
+                slots = rows[name].reshape(*wanted.shape, self.length)
             else:
-                slots = np.zeros((*wanted.shape, self._length), self._dtypes[name])
+                slots = np.zeros((*wanted.shape, self.length), self._dtypes[name])
                 slots[wanted] = rows[name]
             return self._staged(
                 [self._put(slots[:, part], shape) for part in range(self._expansion)]
             )
 
-        return Batch(*map(staged, self._dtypes))
+        return Batch(**{name: staged(name) for name in self._dtypes})
 
     def _make_padding(self, shape: BatchShape) -> Batch:
         """Returns a batch of padding, for a host without rows."""
-        local = (shape.max_micro_batches, self.local_rows(shape).shape[-1], self._length)
-        arrays = (self._put(np.zeros(local, dtype), shape) for dtype in self._dtypes.values())
-        return Batch(*(self._staged([array] * self._expansion) for array in arrays))
+        local = (shape.max_micro_batches, self.local_rows(shape).shape[-1], self.length)
+        arrays = {
+            name: self._put(np.zeros(local, dtype), shape) for name, dtype in self._dtypes.items()
+        }
+        return Batch(**{n: self._staged([array] * self._expansion) for n, array in arrays.items()})
 
     def _put(self, local: np.ndarray, shape: BatchShape) -> jax.Array:
         """Puts this host's slots of one array, `[A, local slots, L]`, on its devices."""
@@ -212,7 +214,7 @@ class Placement:
             place = int(np.searchsorted(self._local_slots(num_slots), start))
             return local[:, place : place + stop - start, index[2]]
 
-        whole = (shape.max_micro_batches, num_slots, self._length)
+        whole = (shape.max_micro_batches, num_slots, self.length)
         return jax.make_array_from_callback(whole, self._sharding, of_device)
 
 

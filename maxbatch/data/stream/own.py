@@ -206,6 +206,11 @@ class OwnRows:
             return {name: np.zeros((0, self.row_length), dtype) for name, dtype in empty.items()}
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
+    def lengths(self, indices: Indices) -> np.ndarray:
+        """Returns the tokens of samples by their indices: int64[n]."""
+        counts: np.ndarray = np.count_nonzero(self.batch(indices)["segments"], axis=1)
+        return counts
+
     def stats(self) -> dict[str, object]:
         """Returns the figures of an epoch that are known without reading it."""
         return {

@@ -7,7 +7,7 @@ row with the least free space that holds them, or else open a new row.
 The choice depends only on lengths, so pieces of one length and rows of one free space are handled
 as groups. The rows with the least free space f >= l take floor(f / l) pieces of length l each
 before any other row does, and then have less than l left. So each length meets each free space at
-most once, and packing takes O(L) group operations over arrays, for any number of documents.
+most once, and packing takes O(min(L, P)) group operations over arrays, for any number of documents.
 
 The order of rows and pieces follows the dataset, not the length: rows are in the order of the
 pieces that opened them, and the pieces of a row in their own order. Otherwise a stream without
@@ -57,13 +57,7 @@ _DTYPES = ("<i8", "<i8", "<i4")  # types of a Packing's arrays in a file
 def best_fit(extents: Extents, row_length: int) -> Packing:
     """Packs documents, in the order of the store."""
     start_P, length_P = _cut(*extents, row_length)
-    row_P, opener_R = _fit(length_P, row_length)
-    num_rows = len(opener_R)
-
-    # Rows in the order of the pieces that opened them, then pieces by row in their own order.
-    rank_R = np.empty(num_rows, row_P.dtype)
-    rank_R[_stable_order(opener_R, len(start_P))] = np.arange(num_rows)
-    row_P = rank_R[row_P]
+    row_P, num_rows = fit(length_P, row_length)
     order = _stable_order(row_P, num_rows)
     first_piece = np.concatenate([[0], np.cumsum(np.bincount(row_P, minlength=num_rows))])
     return Packing(first_piece, start_P[order], length_P[order])
@@ -85,8 +79,11 @@ def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.nd
     return place_P, np.minimum(left_P, row_length, out=left_P).astype(np.int32)
 
 
-def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row of each piece (in order of opening), and the piece that opened each row."""
+def fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
+    """Returns the row of each piece, of 1 to L tokens, and the number of rows.
+
+    Rows are numbered in the order of the pieces that opened them.
+    """
     # Pieces in an order that spreads them over the dataset, sorted by length. Arrays are dropped as
     # soon as they are used: there may be billions of pieces.
     keys_P = np.arange(len(length_P), dtype=np.uint64)
@@ -97,11 +94,15 @@ def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]
     by_length = spread[_stable_order(length_P[spread], row_length + 1)]
     del spread
 
-    end_of_length = np.cumsum(np.bincount(length_P, minlength=row_length + 1)).tolist()
+    count_of_length = np.bincount(length_P, minlength=row_length + 1)
+    end_of_length = np.cumsum(count_of_length).tolist()
     rows = _Rows(len(length_P), row_length)
-    for length in range(row_length, 0, -1):
+    for length in reversed(np.flatnonzero(count_of_length).tolist()):
         rows.place(by_length[end_of_length[length - 1] : end_of_length[length]], length)
-    return rows.row_P, np.concatenate([by_length[:0], *rows.openers])
+    opener_R = np.concatenate([by_length[:0], *rows.openers])
+    rank_R = np.empty(len(opener_R), rows.row_P.dtype)
+    rank_R[_stable_order(opener_R, len(length_P))] = np.arange(len(opener_R))
+    return rank_R[rows.row_P], len(opener_R)
 
 
 class _Rows:
@@ -113,13 +114,15 @@ class _Rows:
         self._row_length = row_length
         self._num_rows = 0
         self._by_space: dict[int, list[np.ndarray]] = {}  # rows by free space
-        # heap of the free spaces that hold a piece of the present length
+        # heaps of the free spaces that hold a piece of the present length, and, negated, of the
+        # smaller ones
         self._usable: list[int] = []
+        self._small: list[int] = []
 
     def place(self, pieces: np.ndarray, length: int) -> None:
         """Places all pieces of one length; lengths must decrease between calls."""
-        if length in self._by_space:
-            heappush(self._usable, length)
+        while self._small and -self._small[0] >= length:
+            heappush(self._usable, -heappop(self._small))
         while len(pieces) and self._usable:
             space = heappop(self._usable)
             pieces = self._fill(np.concatenate(self._by_space.pop(space)), space, pieces, length)
@@ -146,8 +149,10 @@ class _Rows:
             (rows[used:], space),
         ):
             if len(group) and free:
-                if free >= length and free not in self._by_space:
+                if free not in self._by_space and free >= length:
                     heappush(self._usable, free)
+                elif free not in self._by_space:
+                    heappush(self._small, -free)
                 self._by_space.setdefault(free, []).append(group)
         return pieces[len(row_of_piece) :]
 

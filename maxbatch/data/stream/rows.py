@@ -35,6 +35,12 @@ class Pieces(NamedTuple):
     length_P: np.ndarray  # int64, tokens, at least 1; the pieces of a row add up to at most L
 
 
+def tokens_of(pieces: Pieces, num_rows: int) -> np.ndarray:
+    """Returns the tokens of each of some rows, by their pieces: int64[n]."""
+    lengths_n = np.bincount(pieces.row_P, weights=pieces.length_P, minlength=num_rows)
+    return lengths_n.astype(np.int64)
+
+
 class Extents(NamedTuple):
     """The places of documents in the store."""
 
@@ -306,7 +312,7 @@ def assemble(
     if total == num_rows * row_length:
         return {name: slots.reshape(shape) for name, slots in filled.items()}
     # A row's pieces fill it from the left; the rest is padding.
-    length_n = np.bincount(row_P, weights=length_P, minlength=num_rows).astype(np.int64)
+    length_n = tokens_of(pieces, num_rows)
     is_filled_nxL = np.arange(row_length) < length_n[:, None]
     rows = {name: np.zeros(shape, slots.dtype) for name, slots in filled.items()}
     rows["tokens"].fill(pad_id)
@@ -329,6 +335,8 @@ class RowSource(Protocol):
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays: ...
 
+    def lengths(self, rows_n: Sequence[int]) -> np.ndarray: ...  # int64, tokens of each row
+
     # the documents of a row, one for each of its segments; none if rows are computed
     def documents(self, row: int) -> list[RowDocument]: ...
 
@@ -350,6 +358,10 @@ class StoredRows:
 
     def documents(self, row: int) -> list[RowDocument]:
         return documents_of(self._store, self._plan.pieces(np.array([row], np.int64)))
+
+    def lengths(self, rows_n: Sequence[int]) -> np.ndarray:
+        pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
+        return tokens_of(pieces, len(rows_n))
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))

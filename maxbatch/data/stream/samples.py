@@ -29,6 +29,8 @@ class SampleRows(Protocol):
     # the samples with these indices, in their order
     def batch(self, indices: Indices) -> RowArrays: ...
 
+    def lengths(self, indices: Indices) -> np.ndarray: ...  # int64, their numbers of tokens
+
     def stats(self) -> dict[str, object]: ...  # the figures of an epoch
 
     # the documents of a sample, one for each of its segments; none if rows are computed
@@ -51,6 +53,9 @@ class Epochs:
 
     def batch(self, indices: Indices) -> RowArrays:
         return self.rows.batch([self.place(index).row for index in indices])
+
+    def lengths(self, indices: Indices) -> np.ndarray:
+        return self.rows.lengths([self.place(index).row for index in indices])
 
     def stats(self) -> dict[str, object]:
         return _figures([self.rows])
@@ -113,6 +118,14 @@ class Mixed:
             name: np.concatenate([batch[name] for batch in batches])[place_in_joined_n]
             for name in batches[0]
         }
+
+    def lengths(self, indices: Indices) -> np.ndarray:
+        source_n, place_n = self._order.at(indices)
+        lengths_n = np.zeros(len(source_n), np.int64)
+        for source in np.unique(source_n).tolist():
+            of_source = source_n == source
+            lengths_n[of_source] = self._epochs[source].lengths(place_n[of_source].tolist())
+        return lengths_n
 
     def counts(self, position: int) -> dict[str, int]:
         """Returns the number of samples of each source among samples 0 to position - 1."""

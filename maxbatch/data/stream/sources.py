@@ -208,6 +208,28 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
     return shares if len(shares) == len(mixture) else None
 
 
+def lengths_if_cached(config: StreamConfig, count: int) -> np.ndarray | None:
+    """Returns the tokens of about `count` samples, spread over the data of each source by its
+    weight, in a random order; None if data would have to be read.
+    """
+    lengths: list[np.ndarray] = []
+    try:
+        mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
+        for source in mixture:
+            found = _find_rows(source.config, config if source.name else None)
+            # opening rows with answers counts their trained tokens, which reads the data
+            if not found or (config.recipe.has_answers and not found.trained):
+                return None
+            opened = open_rows(source.config, held_out=False)
+            assert opened is not None, "training rows are there"
+            share = max(1, round(count * source.weight))
+            rows_n = np.linspace(0, opened.rows.num_rows - 1, share).astype(np.int64)
+            lengths.append(opened.rows.lengths(rows_n.tolist()))
+    except ConfigError:
+        return None
+    return np.random.default_rng(0).permutation(np.concatenate(lengths))
+
+
 class _FoundRows(NamedTuple):
     """Facts about a split's rows, known without reading data."""
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+import numpy as np
+
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
@@ -111,6 +113,10 @@ class Stream:
     def read(self, start: int, stop: int) -> RowArrays:
         """Returns samples start to stop - 1 as arrays [stop - start, L]."""
         return self.batch(range(start, stop))
+
+    def lengths(self, indices: Indices) -> np.ndarray:
+        """Returns the numbers of tokens of these samples, int64[n], without reading the tokens."""
+        return self.samples.lengths(self.holes.own_numbers(indices) if self.holes else indices)
 
     def row(self, index: int) -> SampleOrigin:
         """Returns the origin of sample `index`."""

@@ -66,6 +66,9 @@ class SyntheticRows:
     def documents(self, row: int) -> list[RowDocument]:
         return []
 
+    def lengths(self, rows_n: Sequence[int]) -> np.ndarray:
+        return np.full(len(rows_n), self.row_length, np.int64)
+
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         if self._split.fraction:
             rows_n = [self._split.record(int(row), self._held_out) for row in rows_n]

@@ -182,6 +182,9 @@ class ReferredRows:
         """Returns samples by their indices, arrays [n, W]."""
         return self.reference.beside(self.samples.batch(indices))
 
+    def lengths(self, indices: Indices) -> np.ndarray:
+        return self.samples.lengths(indices)
+
     def stats(self) -> dict[str, object]:
         return self.samples.stats()
 

@@ -65,6 +65,10 @@ class PairRows:
             self._length_Sx2[row_n].reshape(-1),
         )
 
+    def lengths(self, rows_n: Sequence[int]) -> np.ndarray:
+        lengths_n: np.ndarray = self._length_Sx2[np.asarray(rows_n, np.int64)].sum(axis=1)
+        return lengths_n
+
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         row_n = np.asarray(rows_n, np.int64)
         count = 2 * len(row_n)

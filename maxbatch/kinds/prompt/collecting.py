@@ -16,8 +16,15 @@ import jax
 import numpy as np
 
 from maxbatch.around.sampling.sampler import Responses
+from maxbatch.data.feed.passes import Passes, packed, token_counts
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.kinds.prompt.learner import Learner
-from maxbatch.kinds.prompt.objective import AdvantageScale, Pairs, group_advantages
+from maxbatch.kinds.prompt.objective import (
+    AdvantageScale,
+    Pairs,
+    group_advantages,
+    pair_rows,
+)
 from maxbatch.kinds.prompt.prompts import Prompt, Prompts
 from maxbatch.kinds.prompt.rewards import Rewards
 from maxbatch.kinds.prompt.rollout import Roller, score
@@ -87,7 +94,10 @@ class CollectedBatch:
         self._group = workshop.batch.num_generations
         self._read = [read] if read else []
         self._is_whole = read is not None
-        self._chunks: list[Pairs] | None = None  # on the devices that train
+        # on the devices that train, each with its update's part of the batch
+        self._chunks: list[tuple[int, Pairs]] | None = None
+        # by the update's part of the batch, once its pairs share rows
+        self.passes: dict[int, Passes] = {}
         self._reward_wait_s = 0.0
         self.problem = ""  # the reason why the first unscored response has no score
 
@@ -102,49 +112,98 @@ class CollectedBatch:
           part: the update's part of the batch, from 0 to `num_minibatches` - 1.
           params: the parameters on the devices that train.
         """
-        per_update = self._workshop.batch.chunks_per_update
+        learner = self._workshop.learner
         if self._chunks is None:
             self._chunks = []
-            for number, rows in enumerate(self._rows(params)):
-                self._chunks.append(self._workshop.learner.place(*rows))
-                if number // per_update == part:
-                    yield self._chunks[-1]
+            for of_part, rows in self._packed_rows(params) if self._packs else self._rows(params):
+                self._chunks.append((of_part, learner.place_rows(rows)))
+                if of_part == part:
+                    yield self._chunks[-1][1]
         else:
-            yield from self._chunks[part * per_update : (part + 1) * per_update]
+            yield from (chunk for of_part, chunk in self._chunks if of_part == part)
         if not self.num_pairs(part):
-            length = self._workshop.length
-            nothing = (np.zeros((0, length), kind) for kind in (np.int32, bool, np.float32))
-            yield self._workshop.learner.place(
-                *(
-                    self._filled(array)
-                    for array in (*nothing, np.zeros(0, np.int32), np.zeros(0, np.float32))
-                )
-            )
+            rows = self._no_pairs()
+            rows = packed(rows, self._passes_of(rows)) if self._packs else rows
+            yield learner.place_rows(self._filled(rows))
 
-    def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
-        batch, rows = self._workshop.batch, tuple[np.ndarray, ...]()
+    @property
+    def _packs(self) -> bool:
+        """Whether pairs share rows."""
+        return self._workshop.batch.max_tokens_per_pass is not None
+
+    def _packed_rows(self, params: State) -> Iterator[tuple[int, RowArrays]]:
+        """Yields the passes of all updates, each with its update's part of the batch, once the
+        batch is sampled.
+        """
+        batch = self._workshop.batch
+        pairs = [self._pair_rows(rollouts) for rollouts in self._rollouts(params)]
+        rows = {name: np.concatenate([part[name] for part in pairs]) for name in pairs[0]}
+        of_update, of_pass = batch.minibatch_size * self._group, batch.micro_batch_size
+        for part, first in enumerate(range(0, len(rows["tokens"]), of_update)):
+            of_part = {name: array[first : first + of_update] for name, array in rows.items()}
+            passes = self.passes[part] = self._passes_of(of_part)
+            shared = packed(of_part, passes)
+            for row in range(0, passes.num_rows, of_pass):
+                of_rows = {name: array[row : row + of_pass] for name, array in shared.items()}
+                yield part, self._filled(of_rows)
+
+    def _passes_of(self, rows: RowArrays) -> Passes:
+        lengths = token_counts(rows["segments"])
+        return Passes.of(lengths, self._workshop.length, self._workshop.batch.micro_batch_size)
+
+    def _rollouts(self, params: State) -> Iterator[Rollouts]:
+        """Yields the responses to the prompts of the batch, sampling those that are not yet."""
+        if self._is_whole:
+            yield from self._read
+        else:
+            yield from self.collecting(self._workshop.roller.take(params))
+
+    def _pair_rows(self, rollouts: Rollouts) -> RowArrays:
+        """Returns the rows of the pairs that are trained on."""
+        kept = rollouts.pairs(self._trains_on(rollouts))
+        return pair_rows(
+            kept.tokens_RxL,
+            kept.mask_RxL,
+            kept.logprobs_RxL,
+            kept.lengths_R,
+            self._advantages(kept.rewards_R),
+        )
+
+    def _no_pairs(self) -> RowArrays:
+        length = self._workshop.length
+        tokens, mask, logprobs = (
+            np.zeros((0, length), kind) for kind in (np.int32, bool, np.float32)
+        )
+        return pair_rows(tokens, mask, logprobs, np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+    def _rows(self, params: State) -> Iterator[tuple[int, RowArrays]]:
+        """Yields chunks of a row a pair, each with its update's part of the batch."""
+        batch, rows, part = self._workshop.batch, self._no_pairs(), 0
         # pairs of the update that are not in a chunk yet
         left = of_update = batch.minibatch_size * self._group
-        for rollouts in (
-            self._read if self._is_whole else self.collecting(self._workshop.roller.take(params))
-        ):
-            kept = rollouts.pairs(self._trains_on(rollouts))
-            more = (*kept[:4], self._advantages(kept.rewards_R))
-            rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
-            while len(rows[0]) >= (size := min(batch.micro_batch_size, left)):
-                yield tuple(self._filled(array[:size]) for array in rows)
-                rows = tuple(array[size:] for array in rows)
-                left = left - size or of_update
-        if len(rows[0]):
-            yield tuple(self._filled(array) for array in rows)
+        for rollouts in self._rollouts(params):
+            more = self._pair_rows(rollouts)
+            rows = {name: np.concatenate([array, more[name]]) for name, array in rows.items()}
+            while len(rows["tokens"]) >= (size := min(batch.micro_batch_size, left)):
+                yield part, self._filled({name: array[:size] for name, array in rows.items()})
+                rows = {name: array[size:] for name, array in rows.items()}
+                left -= size
+                if not left:
+                    part, left = part + 1, of_update
+        if len(rows["tokens"]):
+            yield part, self._filled(rows)
 
     def _advantages(self, rewards_R: np.ndarray) -> np.ndarray:
         return group_advantages(rewards_R, self._group, self._workshop.advantage_scale)
 
-    def _filled(self, array: np.ndarray) -> np.ndarray:
+    def _filled(self, rows: RowArrays) -> RowArrays:
         """Returns a chunk's rows with zeros after them: no tokens, no weight."""
         size = self._workshop.batch.micro_batch_size
-        return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
+        missing = size - len(rows["tokens"])
+        return {
+            name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+            for name, array in rows.items()
+        }
 
     def _trains_on(self, rollouts: Rollouts) -> np.ndarray:
         """Returns bool[R]: the pairs that are trained on; with `filter_groups`, of groups whose

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import LearnerConfig
-from maxbatch.kinds.prompt.objective import Pairs, policy_objective
+from maxbatch.data.stream.rows import RowArrays
+from maxbatch.kinds.prompt.objective import Pairs, pair_rows, policy_objective
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
@@ -90,32 +91,26 @@ class Learner:
         lengths_M: np.ndarray,
         advantages_M: np.ndarray,
     ) -> Pairs:
-        """Puts a chunk on the training devices.
-
-        Args:
-          tokens_MxL: int32: prompt, response, padding.
-          mask_MxL: bool: where the response is; all False in padding rows.
-          logprobs_MxL: float32, of the tokens at sampling.
-          lengths_M: int32, tokens of prompt and response.
-          advantages_M: float32.
+        """Puts a chunk on the training devices, a row a pair; the arguments are those of
+        `pair_rows`.
         """
-        segments_MxL = (np.arange(tokens_MxL.shape[1]) < lengths_M[:, None]).astype(np.int32)
-        advantages_MxL = np.where(mask_MxL, advantages_M[:, None], np.float32(0))
-        tokens, segments, weights, old, advantages = (
-            # every host has the whole chunk
-            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)
-            for array in (
-                tokens_MxL,
-                segments_MxL,
-                mask_MxL.astype(np.float32),
-                logprobs_MxL,
-                advantages_MxL,
-            )
+        return self.place_rows(
+            pair_rows(tokens_MxL, mask_MxL, logprobs_MxL, lengths_M, advantages_M)
         )
-        reference = old
+
+    def place_rows(self, rows: RowArrays) -> Pairs:
+        """Puts the rows of a chunk on the training devices; pairs may share them."""
+        arrays = {
+            # every host has the whole chunk
+            name: jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)
+            for name, array in rows.items()
+        }
+        reference = arrays["old_logprobs_MxL"]
         if self._reference is not None:
-            reference = self._reference_logprobs(self._reference, tokens, segments)
-        return Pairs(tokens, segments, weights, old, reference, advantages)
+            reference = self._reference_logprobs(
+                self._reference, arrays["tokens"], arrays["segments"]
+            )
+        return Pairs(reference_logprobs_MxL=reference, **arrays)
 
     def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
         """Adds a chunk to the current update; returns a scalar that is ready when the chunk is

@@ -11,6 +11,7 @@ prompt.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.config.sections import RLConfig
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs_of
 from maxbatch.update.gradients import Objective, ObjectiveSums
+from maxbatch.update.packed_rows import PackedSamples
 
 
 class Pairs(NamedTuple):
@@ -33,6 +36,34 @@ class Pairs(NamedTuple):
     # float32: under the reference parameters; unused if `grpo_beta` is 0
     reference_logprobs_MxL: jax.Array
     advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
+    # int32: 1 + the token that pads a pair's own row at the pair's first token, else 0; None: a row
+    # a pair
+    begins: jax.Array | None = None
+
+
+def pair_rows(
+    tokens_MxL: np.ndarray,
+    mask_MxL: np.ndarray,
+    logprobs_MxL: np.ndarray,
+    lengths_M: np.ndarray,
+    advantages_M: np.ndarray,
+) -> RowArrays:
+    """Returns the arrays of `Pairs` but for the reference, a row a pair.
+
+    Args:
+      tokens_MxL: int32: prompt, response, padding.
+      mask_MxL: bool: where the response is; all False in padding rows.
+      logprobs_MxL: float32, of the tokens at sampling.
+      lengths_M: int32, tokens of prompt and response.
+      advantages_M: float32.
+    """
+    return {
+        "tokens": tokens_MxL,
+        "segments": (np.arange(tokens_MxL.shape[1]) < lengths_M[:, None]).astype(np.int32),
+        "weights": mask_MxL.astype(np.float32),
+        "old_logprobs_MxL": logprobs_MxL,
+        "advantages_MxL": np.where(mask_MxL, advantages_M[:, None], np.float32(0)),
+    }
 
 
 AdvantageScale = Literal["deviation", "sample_deviation", "none"]
@@ -88,12 +119,13 @@ def pair_losses(
       (sequence-mean-token-mean).
     """
     mask_MxL = pairs.weights
-    lengths_Mx1 = jnp.sum(mask_MxL, axis=1, keepdims=True)
+    summed = _sums_by_response(pairs)
+    lengths_MxK = summed(mask_MxL)
     log_ratio_MxL = (logprobs_MxL - pairs.old_logprobs_MxL) * mask_MxL
     if config.loss_algo == "gspo-token":
-        mean_Mx1 = jnp.sum(log_ratio_MxL, axis=1, keepdims=True) / jnp.maximum(lengths_Mx1, 1.0)
+        mean_MxK = summed(log_ratio_MxL) / jnp.maximum(lengths_MxK, 1.0)
         ratio_MxL = jnp.exp(
-            jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL)
+            jax.lax.stop_gradient(mean_MxK) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL)
         )
     else:
         ratio_MxL = jnp.exp(log_ratio_MxL)
@@ -111,13 +143,15 @@ def pair_losses(
         losses_MxL = losses_MxL + config.grpo_beta * kl_MxL
         kl = {"kl": jnp.sum(kl_MxL * mask_MxL)}
     losses_MxL = losses_MxL * mask_MxL
-    is_response_Mx1 = (lengths_Mx1 > 0).astype(jnp.float32)
+    is_response_MxK = (lengths_MxK > 0).astype(jnp.float32)
+    if pairs.begins is not None:  # counted at its first token
+        is_response_MxK *= (pairs.begins > 0).astype(jnp.float32)
     if config.loss_agg_mode == "token-mean":
         loss, weight = jnp.sum(losses_MxL), jnp.sum(mask_MxL)
     elif config.loss_agg_mode == "sequence-mean":
-        loss, weight = jnp.sum(losses_MxL), jnp.sum(is_response_Mx1)
+        loss, weight = jnp.sum(losses_MxL), jnp.sum(is_response_MxK)
     else:
-        loss, weight = jnp.sum(losses_MxL / jnp.maximum(lengths_Mx1, 1.0)), jnp.sum(is_response_Mx1)
+        loss, weight = jnp.sum(losses_MxL / jnp.maximum(lengths_MxK, 1.0)), jnp.sum(is_response_MxK)
     sums = {
         "tokens": jnp.sum(mask_MxL),
         **kl,
@@ -125,6 +159,23 @@ def pair_losses(
         "old_policy_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
     }
     return loss, weight, sums
+
+
+def _sums_by_response(pairs: Pairs) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function that sums figures of tokens [M, L] over each response.
+
+    It returns [M, K], K = 1 for a row a pair; where pairs share rows K = L, and a slot has the sum of
+    its own pair.
+    """
+    if pairs.begins is None:
+        return lambda x_MxL: jnp.sum(x_MxL, axis=1, keepdims=True)
+    first_MxL = PackedSamples.of(pairs.segments, pairs.begins).first_MxL
+
+    def in_row(x_L: jax.Array, first_L: jax.Array) -> jax.Array:
+        sums_L = jnp.zeros_like(x_L).at[first_L].add(x_L)
+        return sums_L[first_L]
+
+    return lambda x_MxL: jax.vmap(in_row)(x_MxL, first_MxL)
 
 
 def policy_objective(config: RLConfig) -> Objective:

@@ -407,6 +407,8 @@ class RunningPolicy:
         shares = timeline.shares(started, time.perf_counter())
         figures = collected.figures() | _objective_figures(metrics) | self.unrecorded
         figures |= {Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()}
+        if passes := collected.passes.get(part):
+            figures |= {Metric.NUM_PASSES: num_chunks, Metric.ROW_SHARE: passes.row_share}
         self.unrecorded.clear()
         filters = workshop.batch.max_prompts_per_batch is not None
         return state, Dispatched(

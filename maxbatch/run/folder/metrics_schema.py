@@ -77,6 +77,11 @@ class Metric(StrEnum):
     TOKENS = "tokens", "whole", "tokens", "Tokens that the update trained on; padding is none."
     SLOT_SHARE = (
         "slot_share", "real or null", "share", "`tokens` as a share of the slots of the update's passes; null without.")
+    NUM_PASSES = (
+        "num_passes", "whole", "passes", "Passes of the update, with `max_tokens_per_pass`.", _SOME)
+    ROW_SHARE = (
+        "row_share", "real or null", "share",
+        "`tokens` as a share of the slots of the rows that hold any, with `max_tokens_per_pass`.", _SOME)
     TOKENS_PER_SECOND = "tokens_per_second", "real", "tokens/s", "`tokens` per second, over all devices."
     TFLOPS_PER_DEVICE = "tflops_per_device", "real", "TFLOP/s", "Model FLOPs per device, recomputation not counted."
     MFU = "mfu", "real or null", "share", "Share of the device's peak; null where the peak is unknown."

@@ -104,8 +104,8 @@ algorithm.filter_groups.enable: filter_groups | algorithm.filter_groups.max_num_
 actor_rollout_ref.actor.ppo_micro_batch_size: micro_batch_size
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: micro_batch_size
 actor_rollout_ref.actor.ppo_epochs: num_iterations
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu: micro_batch_size
-actor_rollout_ref.actor.use_dynamic_bsz: micro_batch_size
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu: max_tokens_per_pass
+actor_rollout_ref.actor.use_dynamic_bsz: max_tokens_per_pass
 actor_rollout_ref.actor.clip_ratio: grpo_epsilon | actor_rollout_ref.actor.clip_ratio_low: grpo_epsilon
 actor_rollout_ref.actor.clip_ratio_high: epsilon_high | actor_rollout_ref.actor.kl_loss_coef: grpo_beta
 actor_rollout_ref.actor.grad_clip: gradient_clipping_threshold | actor_rollout_ref.actor.optim.lr: learning_rate
@@ -122,7 +122,7 @@ actor_rollout_ref.rollout.top_p: decode_sampling_nucleus_p
 actor_rollout_ref.rollout.response_length: max_target_length
 actor_rollout_ref.rollout.prompt_length: max_prefill_predict_length
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu: rollout_micro_batch_size
-actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu: micro_batch_size
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu: max_tokens_per_pass
 actor_rollout_ref.rollout.max_num_batched_tokens: can be left out
 actor_rollout_ref.rollout.max_num_seqs: can be left out
 actor_rollout_ref.rollout.max_model_len: max_target_length | algorithm.kl_ctrl.kl_coef: grpo_beta

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
+from maxbatch.data.feed.passes import Passes, packed
 from maxbatch.kinds.prompt.objective import Pairs, group_advantages, pair_losses
 
 M, L = 6, 10
@@ -106,3 +107,30 @@ def test_clipping_and_divergence_are_counted_per_token() -> None:
     to_reference = pairs.reference_logprobs_MxL - new
     kl = (np.exp(to_reference) - to_reference - 1) * pairs.weights
     assert float(sums["kl"]) == pytest.approx(float(kl.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gspo-token"])
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean", "sequence-mean-token-mean"])
+def test_pairs_that_share_rows_have_the_loss_and_gradient_of_a_row_a_pair(
+    algo: str, mode: str
+) -> None:
+    new, pairs = some_pairs()
+    keys = [f"loss_algo={algo}", f"loss_agg_mode={mode}", "grpo_beta=0.5"]
+    config = load_config("rl", keys).rl
+    lengths = np.array([np.flatnonzero(row)[-1] + 1 if row.any() else 0 for row in pairs.weights])
+    lengths = np.minimum(lengths, [5, 10, 5, 4, 10, 0])
+    is_token = np.arange(L) < lengths[:, None]
+    rows = {name: np.where(is_token, x, 0) for name, x in pairs._asdict().items() if x is not None}
+    rows |= {"segments": is_token.astype(np.int32), "new": np.where(is_token, new, 0)}
+    shared = packed(rows, Passes.of(lengths, L, 2))
+    assert len(shared["tokens"]) < np.count_nonzero(lengths)
+
+    def loss(rows: dict[str, np.ndarray]) -> tuple[float, ...]:
+        given = Pairs(**{name: x for name, x in rows.items() if name != "new"})
+        (total, (weight, others)), gradient = jax.value_and_grad(
+            lambda x: (lambda sums: (sums[0], sums[1:]))(pair_losses(x, given, config)),
+            has_aux=True,
+        )(jnp.asarray(rows["new"]))
+        return total, weight, *others.values(), jnp.sum(gradient**2), jnp.sum(gradient**3)
+
+    np.testing.assert_allclose(loss(shared), loss(rows), rtol=2e-6, atol=1e-7)

@@ -1,0 +1,79 @@
+"""The passes of an update hold each of its samples once, whole, and follow from lengths alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbatch.data.feed.passes import Passes, packed, token_counts
+from maxbatch.data.feed.placement import Batch
+from maxbatch.data.stream.rows import RowArrays
+from maxbatch.system.hashing import row_hashes
+from maxbatch.update.packed_rows import sample_hashes
+from tests.programs.passes import check_passes, some_lengths
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=80)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_no_sample_is_lost_or_doubled_and_no_row_or_pass_is_over_its_size(
+    lengths: list[int], rows_per_pass: int
+) -> None:
+    check_passes(np.array(lengths), 40, rows_per_pass)
+
+
+def test_real_lengths_fill_rows_and_passes() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        passes = Passes.of(some_lengths(rng, 256, 4096), 4096, 4)
+        assert passes.row_share and passes.row_share >= 0.97
+        # or the best that whole passes allow
+        fewest = -(-passes.num_tokens // (4 * 4096))
+        assert passes.slot_share and (passes.slot_share >= 0.95 or passes.num_passes == fewest)
+
+
+def some_samples(lengths: np.ndarray, row_length: int, seed: int) -> RowArrays:
+    """Samples of some documents each, padded by token 7."""
+    rng = np.random.default_rng(seed)
+    is_token = np.arange(row_length) < lengths[:, None]
+    opens = (rng.random(is_token.shape) < 0.1) & (np.arange(row_length) > 0)
+    return {
+        "tokens": np.where(is_token, rng.integers(0, 99, is_token.shape), 7).astype(np.int32),
+        "segments": np.where(is_token, 1 + np.cumsum(opens, axis=1), 0).astype(np.int32),
+        "weights": np.where(is_token, rng.random(is_token.shape) < 0.5, 0).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_rows_have_the_hashes_of_the_samples_as_rows_of_their_own(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(0, 25, 40)
+    lengths[:2] = 24
+    samples = some_samples(lengths, 24, seed)
+    np.testing.assert_array_equal(token_counts(samples["segments"]), lengths)
+    rows = packed(samples, Passes.of(lengths, 24, 4))
+    hashes = np.asarray(
+        jax.jit(sample_hashes)(Batch(**{n: jnp.asarray(x) for n, x in rows.items()}))
+    )
+    wanted = row_hashes(np, samples["tokens"], samples["segments"], samples["weights"])
+    assert len(rows["tokens"]) < len(lengths)
+    assert sorted(map(tuple, hashes[hashes.any(axis=1)])) == sorted(
+        map(tuple, wanted[wanted.any(axis=1)])
+    )
+
+
+def test_documents_of_a_row_stay_apart() -> None:
+    lengths = np.array([5, 3, 4, 12, 9])
+    samples = some_samples(lengths, 12, 0)
+    passes = Passes.of(lengths, 12, 2)
+    rows = packed(samples, passes)
+    for sample, (row, begin, length) in enumerate(zip(*passes[:3], strict=True)):
+        segments = rows["segments"][row, begin : begin + length]
+        own = samples["segments"][sample, :length]
+        np.testing.assert_array_equal(segments - segments[0], own - own[0])
+    for row in rows["segments"]:  # each document once, in order, padding behind
+        changes = row[np.flatnonzero(np.diff(row, prepend=0))]
+        assert changes[changes != 0].tolist() == list(range(1, row.max() + 1))

@@ -1,0 +1,114 @@
+"""Samples that share rows and passes train the run of a sample a row, at any budget and layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch import testing as pods
+from maxbatch.run.pretraining import train
+from tests.helpers.chats import chat_config, some_talks
+from tests.helpers.tiny import ONE_LAYER, TINY_MODEL, UNSAVED, read_metrics
+
+RUN = (
+    *TINY_MODEL,
+    ONE_LAYER,
+    "max_target_length=64",
+    "batch_size_schedule=0:7 14:20",
+    "steps=4",
+    "generate_prompt=",
+    "eval_interval=-1",
+    "checkpoint_period=2",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+)
+SAME = ("step", "samples_seen", "tokens_seen", "data_fingerprint", "loss_weight", "tokens")
+
+
+def run(folder: Path, name: str, devices: int, *overrides: str) -> list[dict[str, Any]]:
+    config = chat_config(folder, None, *RUN, f"run_dir={folder / name}", *overrides)
+    train(config, jax.devices()[:devices])
+    return read_metrics(folder / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("passes")
+    chat_config(folder, some_talks(60))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Returns the metrics of a run that takes a row a sample, by its samples."""
+    keys = ("per_device_batch_size=20", "batch_padding=true", UNSAVED)
+    return functools.cache(lambda samples: run(folder, f"rows-{samples}", 1, samples, *keys))
+
+
+def same(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for name in SAME:
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+    for name, tolerance in (("loss", 2e-4), ("grad_norm", 3e-4)):
+        wanted = [line[name] for line in expected]
+        assert [line[name] for line in lines] == pytest.approx(wanted, rel=tolerance), name
+
+
+# a sample is a conversation, or a row of several
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("samples", "budget", "devices", "mesh"),
+    [
+        ("packing=false", 64, 1, ()),
+        ("packing=false", 200, 4, ("ici_data_parallelism=2",)),
+        ("packing=true", 128, 2, ("ici_context_parallelism=2",)),
+    ],
+)
+def test_an_update_does_not_depend_on_the_tokens_of_a_pass(
+    folder: Path,
+    unpacked: Callable[[str], list[dict[str, Any]]],
+    samples: str,
+    budget: int,
+    devices: int,
+    mesh: tuple[str, ...],
+) -> None:
+    name = f"passes-{samples}-{budget}"
+    lines = run(folder, name, devices, samples, f"max_tokens_per_pass={budget}", *mesh, UNSAVED)
+    same(lines, unpacked(samples))
+    rows = budget // 64 * devices
+    for line in lines:
+        slots = line["num_passes"] * rows * 64
+        assert line["slot_share"] == pytest.approx(line["tokens"] / slots)
+        assert line["slot_share"] <= line["row_share"] <= 1
+    assert lines[-1]["compiles"] == lines[0]["compiles"], "nothing compiles after the first update"
+    assert len({line["num_passes"] for line in lines}) > 1, "their number follows from lengths"
+    if rows == 1:  # of a row a conversation there would be 20
+        assert lines[-1]["num_passes"] < 20
+
+
+@pytest.mark.runs
+def test_a_resume_with_another_budget_goes_on_with_the_same_run(
+    folder: Path, unpacked: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    run(folder, "resumed", 1, "packing=false", "max_tokens_per_pass=128", "steps=2")
+    lines = run(folder, "resumed", 2, "packing=false", "max_tokens_per_pass=64")
+    same(lines, unpacked("packing=false"))
+
+
+@pytest.mark.processes
+def test_a_host_packs_the_same_passes_and_reads_the_samples_of_its_rows(
+    folder: Path, unpacked: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    layouts = ((), ("expansion_factor_real_data=2", "ici_data_parallelism=2"))
+    keys = (*RUN, "packing=false", "max_tokens_per_pass=64", UNSAVED)
+    configs = [
+        chat_config(folder, None, *keys, *layout, f"run_dir={folder / f'hosts-{len(layout)}'}")
+        for layout in layouts
+    ]
+    pods.run(lambda _: [train(config) for config in configs], devices=4, hosts=2, timeout=600)
+    for config in configs:
+        same(read_metrics(config.run_dir), unpacked("packing=false"))
