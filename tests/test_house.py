@@ -89,6 +89,7 @@ WHOLE_CONFIG = {
     "run": {
         "MakeModel.__call__",
         "RunContext.__init__",
+        "SessionConfigs.__init__",
         "changes_since",
         "opened_run",
         "train",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import tempfile
+from pathlib import Path
 
 from maxbatch.commands.arguments import check_overrides, count, place
 from maxbatch.config.config import Config
@@ -14,10 +16,13 @@ from maxbatch.plan.skip_samples import holes_of
 from maxbatch.run.folder.foreign import new_folder
 from maxbatch.run.folder.fork import Fork
 from maxbatch.run.folder.holes_behind import refuse_other_holes
-from maxbatch.run.folder.run_folder import config_file
+from maxbatch.run.folder.run_folder import SESSIONS_FILE, config_file
+from maxbatch.run.folder.sessions import read_sessions
+from maxbatch.run.session_configs import SessionConfigs
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 from maxbatch.system.storage.storage import AnyPath, as_typed
 from maxbatch.system.terminal.folding import folded_command, terminal_width
+from maxbatch.system.terminal.warning import note
 
 _NAMES_OF_THE_FOLDER = ("run_dir", "run_name", "base_output_directory")
 
@@ -41,8 +46,15 @@ def run(args: argparse.Namespace) -> int:
     source, target = as_typed(args.run), as_typed(args.output)
     written = _read_config(source)
     fork = Fork.at(source, args.step, _nearest)
-    config = _config_of(args, source)
-    _refuse_changes(fork, written, config)
+    then = SessionConfigs(written, read_sessions(source)).at(args.step + 1)
+    if then is None:
+        note(
+            f"{source}: {SESSIONS_FILE} does not state the config of update {args.step + 1} (an "
+            "older maxbatch wrote it); the fork has the last session's"
+        )
+        then = written
+    config = _config_of(args, then)
+    _refuse_changes(fork, then, config)
     if _is_within(target, source):
         raise ConfigError(
             f"--output {target}: must not be in RUN, which a fork leaves as it is; works: "
@@ -53,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     seen = fork.record.position.samples_seen
     print(f"{target}: a fork of {source} at step {fork.step}, after {seen:,} samples")
     print(f"its id is {identity.run_id}, that of its origin {fork.origin['run_id'] or 'unknown'}")
-    for line in changed_since(written, config).values():
+    for line in changed_since(then, config).values():
+        print(line)
+    for line in _since(source, args.step, then, written):
         print(line)
     command = "rl" if config.recipe.is_sampled else "train"
     path = shlex.quote(str(target / "config.yml"))
@@ -77,12 +91,24 @@ def _nearest(steps: list[int]) -> str:
     return f"; the nearest: {nearest}; works: --step {steps[0]}"
 
 
-def _config_of(args: argparse.Namespace, source: AnyPath) -> Config:
+def _config_of(args: argparse.Namespace, config: Config) -> Config:
+    """Returns the config of the fork: that of its run at the step, with the user's keys."""
     for text in args.overrides:
         name = text.partition("=")[0]
         if name in _NAMES_OF_THE_FOLDER:
             raise ConfigError(f"{text}: --output names the folder of the fork; leave {name} out")
-    return load_config(str(source / "config.yml"), [*args.overrides, f"run_dir={args.output}"])
+    with tempfile.TemporaryDirectory(prefix="maxbatch-fork-") as folder:
+        file = Path(folder) / "config.yml"
+        file.write_text(dump_config(config))
+        return load_config(file, [*args.overrides, f"run_dir={args.output}"])
+
+
+def _since(source: AnyPath, step: int, then: Config, written: Config) -> list[str]:
+    """Returns lines about the keys that the run changed in later sessions."""
+    later = changed_since(then, written).values()
+    if not later:
+        return []
+    return [f"as in update {step + 1} of {source}, which later changed:", *later]
 
 
 def _refuse_changes(fork: Fork, written: Config, config: Config) -> None:

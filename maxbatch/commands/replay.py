@@ -13,7 +13,6 @@ from maxbatch.commands.arguments import (
     simulate_devices,
     whole,
 )
-from maxbatch.config.values import first_of
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED
 from maxbatch.system.storage.storage import as_typed
 from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
@@ -21,8 +20,6 @@ from maxbatch.system.terminal.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.around.replay.replayed import Replayed, ShownUpdate
-
-_MOST_DOCUMENTS = 3  # named in a row of the table
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -107,13 +104,14 @@ def _print_update(shown: ShownUpdate, console: PipeConsole) -> None:
         f"data_fingerprint {update.data_fingerprint}, recorded "
         f"{update.recorded_data_fingerprint}"
     )
-    table = PlainTable("sample", "loss", "weight", "grad_norm", "share", "documents")
-    for sample, documents, _ in shown.samples:
+    if not shown.samples:
+        console.print("it trained on nothing")
+        return
+    columns = shown.samples[0].content.cells
+    table = PlainTable("sample", "loss", "weight", "grad_norm", "share", *columns)
+    for sample, content in shown.samples:
         figures = map(_figure, (sample.loss, sample.weight, sample.grad_norm, sample.share))
-        places = first_of(
-            [str(document) for document in documents if str(document)], _MOST_DOCUMENTS
-        )
-        table.add_row(str(sample.index), *figures, places)
+        table.add_row(str(sample.index), *figures, *content.cells.values())
     console.print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.config.loading import dump_config
+from maxbatch.config.values import value_text
 from maxbatch.run.folder.position import committed_steps, read_record
+from maxbatch.run.folder.run_folder import SESSIONS_FILE
 from maxbatch.run.folder.run_id import read_identity
+from maxbatch.run.folder.sessions import Changed, Session, TimePart
 from maxbatch.run.pretraining import train
 from tests.helpers.measured_runs import fake_run
 from tests.helpers.tiny import assert_same_run, one_layer_config, read_metrics
@@ -121,6 +125,35 @@ def test_a_wrong_step_or_folder_is_one_line_that_names_one_that_works(
         (run / f"checkpoints/{step}/position/metadata").unlink()
     assert "checkpoints/80: cannot be forked: " in refusal(new, 80)
     assert not new.exists()
+
+
+def test_a_fork_has_the_config_that_its_run_had_then_and_says_what_changed_later(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = load_config(str(run / "config.yml")).learning_rate
+    changed = {"learning_rate": ["0.25", value_text(rate)]}
+    sessions = [_session(1, 160, {}), _session(161, 200, changed)]
+    (run / SESSIONS_FILE).write_text("".join(json.dumps(one.to_json()) + "\n" for one in sessions))
+    assert fork(run, tmp_path / "before", step=80) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[2] == f"as in update 81 of {run}, which later changed:"
+    assert said[3].startswith(f"learning_rate: 0.25 before, {value_text(rate)} now: changes")
+    assert load_config(str(tmp_path / "before/config.yml")).learning_rate == 0.25
+    # Of the last update of a session the next session's, with which the run went on.
+    assert fork(run, tmp_path / "after", step=160) == 0
+    assert "later" not in capsys.readouterr().out
+    assert load_config(str(tmp_path / "after/config.yml")).learning_rate == rate
+    # An older maxbatch has not recorded the keys.
+    sessions[1] = sessions[1]._replace(changed=None)
+    (run / SESSIONS_FILE).write_text("".join(json.dumps(one.to_json()) + "\n" for one in sessions))
+    assert fork(run, tmp_path / "older", step=80) == 0
+    assert "does not state the config of update 81" in capsys.readouterr().err
+    assert load_config(str(tmp_path / "older/config.yml")).learning_rate == rate
+
+
+def _session(first: int, last: int, changed: Changed | None) -> Session:
+    parts = {part.value: 0.0 for part in TimePart}
+    return Session(1e9, 1e9 + 1, 1, 1, first, last, parts, changed=changed)
 
 
 def test_a_fork_that_lost_its_state_is_refused_and_never_begins_anew(

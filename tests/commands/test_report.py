@@ -489,5 +489,6 @@ def test_a_report_as_json_has_goodput_and_every_session(capsys: pytest.CaptureFi
     ]
     assert (a["steps"], a["seconds"]["updates_lost"], a["updates_lost"]) == (6, 2, 2)
     assert (b["sessions"], b["goodput"], b["steps"]) == ([], None, 3)
+    assert (b["marks"], b["forked_from"]) == ([], None)
     assert not Path("report.html").exists()
     assert main(["report", "sw", "--json", "--watch"]) == 2

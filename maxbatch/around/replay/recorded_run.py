@@ -12,14 +12,15 @@ from typing import NamedTuple
 from maxbatch.config.config import Config
 from maxbatch.config.own_parts import TRAINED, refuse_own_parts
 from maxbatch.config.pins import read_written
-from maxbatch.config.sections import KEYS
-from maxbatch.config.values import Value, first_of, shown
+from maxbatch.config.values import first_of, shown
 from maxbatch.run.folder.devices import DEVICES_FILE, DevicesUsed, read_devices
 from maxbatch.run.folder.metrics import Record, scan_metrics
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import committed_steps
 from maxbatch.run.folder.run_folder import SESSIONS_FILE
-from maxbatch.run.folder.sessions import Changed, Session, read_sessions
+from maxbatch.run.folder.run_id import ForkedFrom, read_identity
+from maxbatch.run.folder.sessions import read_sessions
+from maxbatch.run.session_configs import SessionConfigs
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath, as_path
 
@@ -33,13 +34,6 @@ class Segment(NamedTuple):
     last_step: int
     config: Config
     devices: DevicesUsed
-
-
-class _Owned(NamedTuple):
-    """The config of the updates from one step on."""
-
-    first_step: int
-    config: Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +64,6 @@ class RecordedRun:
         if config is None:
             raise ConfigError(f"{file}: cannot be read as the config of a run; restore it")
         refuse_own_parts(config.own_parts, TRAINED)
-        if config.recipe.is_sampled:
-            raise ConfigError(
-                f"{shown(self.named)}: is a run of reinforcement learning, and replay takes "
-                "updates of maxbatch train"
-            )
         return config
 
     @cached_property
@@ -136,10 +125,11 @@ class RecordedRun:
         return segments
 
     def _config_at(self, step: int) -> Config:
-        for owned in self._owned:
-            if owned.first_step <= step:
-                return owned.config
-        known = self._owned[-1].first_step
+        if self._fork and step <= self._fork["step"]:
+            return self._origin._config_at(step)
+        if config := self._configs.at(step):
+            return config
+        known = self._configs.first_known
         checkpoints = [
             committed for committed in committed_steps(self.path) if committed >= known - 1
         ]
@@ -151,23 +141,34 @@ class RecordedRun:
         )
 
     @cached_property
-    def _owned(self) -> list[_Owned]:
-        """The configs of the sessions that trained, the last first, back to the first one that is
-        known.
+    def _configs(self) -> SessionConfigs:
+        return SessionConfigs(self.config, read_sessions(self.path))
+
+    @cached_property
+    def _fork(self) -> ForkedFrom | None:
+        """What the run was forked from; None if it is no fork."""
+        identity = read_identity(self.path)
+        return None if identity is None else identity.forked_from
+
+    @cached_property
+    def _origin(self) -> RecordedRun:
+        """The run that this one was forked from.
+
+        Raises:
+          ConfigError: its folder is gone, or is now another run's.
         """
-        config, owned = self.config, []
-        for session in reversed(read_sessions(self.path)):
-            if _has_trained(session):
-                assert session.first_step is not None, "it has trained"
-                owned.append(_Owned(session.first_step, config))
-            if session.first_step is None:
-                continue  # it ended before it stated its config
-            if session.changed is None:
-                if session.first_step == 1:
-                    break  # nothing before it is left in the run
-                return owned or [_Owned(session.first_step, config)]
-            config = config.replaced(_before(session.changed))
-        return [*owned, _Owned(1, config)]
+        fork = self._fork
+        assert fork is not None, "the run is a fork"
+        origin = RecordedRun(fork["run"])
+        identity = read_identity(origin.path)
+        run_id = None if identity is None else identity.run_id
+        if run_id != fork["run_id"] or not (origin.path / "config.yml").is_file():
+            raise ConfigError(
+                f"{shown(self.named)}: its updates until {fork['step']} are those of "
+                f"{shown(fork['run'])}, which it was forked from; that run is not there, and "
+                "states their config"
+            )
+        return origin
 
     def _devices_at(self, step: int) -> DevicesUsed:
         used = [entry for entry in self._devices if entry.first_step <= step] or self._devices[:1]
@@ -181,19 +182,6 @@ class RecordedRun:
     @cached_property
     def _devices(self) -> Sequence[DevicesUsed]:
         return read_devices(self.path)
-
-
-def _has_trained(session: Session) -> bool:
-    return session.first_step is not None and (session.last_step or 0) >= session.first_step
-
-
-def _before(changed: Changed) -> dict[str, Value]:
-    """Returns the values before a session of the keys that it changed."""
-    return {
-        name: None if before is None else KEYS[name].read(before, plain=False)
-        for name, (before, _) in changed.items()
-        if name in KEYS
-    }
 
 
 def _same_devices(first: DevicesUsed, other: DevicesUsed) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from maxbatch.around.pages.page import Page, coloured, details, heading, paragraph, table
 from maxbatch.around.replay.replayed import Replayed, ShownSample, ShownUpdate
+from maxbatch.around.replay.task import Content
 
 _FIGURES = ("loss", "grad_norm", "data_fingerprint")
 _OPEN = 3  # samples of an update that are unfolded
@@ -30,7 +31,7 @@ def _setting(replayed: Replayed) -> str:
 def _losses(replayed: Replayed) -> Iterator[float]:
     for update in replayed.shown:
         for sample in update.samples:
-            for pieces in sample.losses:
+            for _, pieces in sample.content.texts:
                 yield from (loss for _, loss in pieces if loss is not None)
 
 
@@ -41,7 +42,8 @@ def _parts(update: ShownUpdate, most: float) -> Iterator[str]:
     yield table(("", "again", "recorded"), rows)
     by_pull = sorted(update.samples, key=lambda shown: -shown.sample.pull)
     for place, sample in enumerate(by_pull):
-        yield details(_summary(sample), *_texts(sample, most), is_open=place < _OPEN)
+        texts = _texts(sample.content, most)
+        yield details(_summary(sample), *texts, is_open=place < _OPEN)
 
 
 def _summary(shown: ShownSample) -> str:
@@ -56,12 +58,11 @@ def _summary(shown: ShownSample) -> str:
         f"{name} {'–' if value is None else format(value, '.5g')}"
         for name, value in figures.items()
     )
-    return f"Sample {sample.index}: {', '.join(words)}"
+    return f"Sample {sample.index}{shown.content.title}: {', '.join(words)}"
 
 
-def _texts(shown: ShownSample, most: float) -> Iterator[str]:
-    for number, document in enumerate(shown.documents):
-        if str(document):
-            yield paragraph(f"{document}, from token {document.offset}")
-        pieces = shown.losses[number] if shown.losses else [(document.text, None)]
+def _texts(content: Content, most: float) -> Iterator[str]:
+    for title, pieces in content.texts:
+        if title:
+            yield paragraph(title)
         yield coloured(pieces, most)

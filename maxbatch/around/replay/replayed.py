@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from maxbatch.around.replay.comparison import Compared, computes_exactly
-from maxbatch.around.replay.documents import SampleDocument, documents_of
 from maxbatch.around.replay.recorded_run import RecordedRun
 from maxbatch.around.replay.sample_gradients import Sample, samples
-from maxbatch.around.replay.token_losses import pieces_of_text, token_losses
-from maxbatch.around.replay.updates import Before, end_of, rows_of, updates
-from maxbatch.data.stream.stream import Stream
+from maxbatch.around.replay.stream_task import Documents
+from maxbatch.around.replay.task import Content
+from maxbatch.around.replay.token_losses import token_losses
+from maxbatch.around.replay.updates import Before, updates
 from maxbatch.plan.holes import Holes
 from maxbatch.plan.skip_samples import holes_of, names_file
 from maxbatch.run.folder.metrics_schema import Metric
@@ -38,19 +37,14 @@ class Wanted(NamedTuple):
 
 
 class ShownSample(NamedTuple):
-    """A sample of an update, and the documents that it holds."""
+    """A sample of an update, or a response, and its content."""
 
     sample: Sample
-    documents: list[SampleDocument]
-    # of each document, its text token by token, each with its loss; empty if not asked for
-    losses: list[list[tuple[str, float | None]]]
+    content: Content
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of `maxbatch replay --json`."""
-        return {
-            **dataclasses.asdict(self.sample),
-            "documents": [document.to_json() for document in self.documents],
-        }
+        return {**dataclasses.asdict(self.sample), **self.content.to_json()}
 
 
 class ShownUpdate(NamedTuple):
@@ -83,11 +77,12 @@ class Replayed(NamedTuple):
     @property
     def stores(self) -> list[str]:
         """The stores that do not state the files of their documents."""
+        contents = (sample.content for update in self.shown for sample in update.samples)
         stores = {
             document.store
-            for update in self.shown
-            for sample in update.samples
-            for document in sample.documents
+            for content in contents
+            if isinstance(content, Documents)
+            for document in content.documents
         }
         return sorted(store for store in stores if store is not None)
 
@@ -113,11 +108,10 @@ def replay(
       ConfigError: the run, its data or the checkpoint cannot be used.
     """
     differences, shown_updates, begin = list[str](), list[ShownUpdate](), None
-    own_numbers, skip_samples = list[int](), ""
-    is_exact = computes_exactly(run.config)
+    own_numbers, skip_samples, is_exact = list[int](), "", True
     for update in updates(run, checkpoint, wanted.step, devices or jax.devices()):
         if isinstance(update, Before):
-            begin = update.planned.first_sample if begin is None else begin
+            begin = update.samples_seen if begin is None else begin
             shown_samples = list[ShownSample]()
             if update.planned.step >= wanted.step - wanted.around:
                 shown_samples = _shown_samples(update, wanted)
@@ -125,6 +119,7 @@ def replay(
             if update.planned.step == wanted.step:
                 skip_samples = _again(run, update, own_numbers, begin)
             continue
+        is_exact = is_exact and computes_exactly(update.config)
         compared = Compared.of(update.line, run.line(update.line[Metric.STEP]))
         if difference := compared.difference(is_exact):
             differences.append(f"update {compared.step} differs: {difference}")
@@ -136,46 +131,37 @@ def replay(
 
 
 def _shown_samples(update: Before, wanted: Wanted) -> list[ShownSample]:
-    stream = update.task.opened.stream
-    assert stream is not None, "this process loads data"
-    measured = list(samples(update))
+    rows = update.rows
+    measured = list(enumerate(samples(rows, update.state)))
     if wanted.top is not None:
-        measured = sorted(measured, key=lambda sample: -sample.pull)[: wanted.top]
-    indices = [stream.holes.kept_before(sample.index) for sample in measured]
-    places = [index - update.planned.first_sample for index in indices]
-    rows = {name: array[places] for name, array in rows_of(update.batch).items()}
-    documents = documents_of(stream, indices, rows)
-    losses: list[list[list[tuple[str, float | None]]]] = [[] for _ in measured]
-    if wanted.has_losses:
-        losses = _losses_of(stream, rows, token_losses(update, rows))
-    return [ShownSample(*fields) for fields in zip(measured, documents, losses, strict=True)]
-
-
-def _losses_of(
-    stream: Stream, rows: dict[str, np.ndarray], losses: np.ndarray
-) -> list[list[list[tuple[str, float | None]]]]:
-    """Returns the pieces of text of each document of each sample."""
-    pieces_by_sample = []
-    for tokens, segments, of_sample in zip(rows["tokens"], rows["segments"], losses, strict=True):
-        masks = (segments == number for number in range(1, int(segments.max(initial=0)) + 1))
-        pieces_by_sample.append(
-            [pieces_of_text(stream.tokenizer, tokens[mask], of_sample[mask]) for mask in masks]
-        )
-    return pieces_by_sample
+        measured = sorted(measured, key=lambda placed: -placed[1].pull)[: wanted.top]
+    places, losses = [place for place, _ in measured], None
+    if wanted.has_losses and places:
+        arrays = {name: array[places] for name, array in rows.arrays.items()}
+        losses = token_losses(rows.measuring, update.state, arrays)
+    contents = rows.contents(places, losses)
+    return [
+        ShownSample(sample, content)
+        for (_, sample), content in zip(measured, contents, strict=True)
+    ]
 
 
 def _again(run: RecordedRun, update: Before, numbers: list[int], begin: int) -> str:
     """Returns `skip_samples` of the run's last session with the own numbers from sample `begin` to
     the end of the run that have the rows of some samples; without the former if a file states it.
     """
-    opened = update.task.opened
-    assert opened.stream is not None, "this process loads data"
     skipped = holes_of(run.config.stream, is_kept=False)
-    total = end_of(run, opened.data.samples_per_epoch)
-    again, begin = list(numbers), opened.data.holes.own_number(begin)
-    # A run of so many samples ends later in the stream when more of them are left out.
-    while begin < (end := skipped.merged_with(_holes(again)).position_after(total)):
-        again += opened.stream.again(numbers, begin, end)
+    total = update.task.total_samples(run)
+    again, begin = list(numbers), update.task.holes.own_number(begin)
+    left_out = 0  # in a row, of those that were looked at last
+    # A run of so many samples ends later in the stream when more of them are left out; if all rows
+    # of the data are, it never ends.
+    while left_out <= total and begin < (
+        end := skipped.merged_with(_holes(again)).position_after(total)
+    ):
+        returning = update.task.again(numbers, begin, end)
+        left_out = left_out + end - begin if len(returning) == end - begin else 0
+        again += returning
         begin = end
     new = _holes(again)
     return (new if names_file(run.config.skip_samples) else skipped.merged_with(new)).text

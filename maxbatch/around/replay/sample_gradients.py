@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxbatch.around.replay.updates import Before, rows_of
+from maxbatch.around.replay.task import Measuring, UpdateRows
 from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.parallel.trees import State
 from maxbatch.run.folder.json_file import finite
-from maxbatch.run.pretraining import PlannedPretraining
 from maxbatch.update.balance import Scale
 from maxbatch.update.batch_sums import BatchSums
 from maxbatch.update.state import TrainState
@@ -31,7 +30,7 @@ from maxbatch.update.state import TrainState
 class Sample:
     """A sample of an update; a number that is not finite is None."""
 
-    index: int  # its own number in the stream
+    index: int  # its own number in the stream; of a response, that of its prompt
     loss: float | None  # per token; None without weight
     weight: float  # the sum of its tokens' weights
     grad_norm: float | None  # of the gradient of a batch of it alone
@@ -74,21 +73,18 @@ class _Programs(NamedTuple):
     single: BatchShape  # of that batch
 
 
-def samples(update: Before) -> Iterator[Sample]:
-    """Yields the samples of an update, in the order of the stream, at the parameters before it."""
-    task, planned, state = update.task, update.planned, update.state
-    placement, holes = task.programs.placement, task.opened.data.holes
-    programs = _programs(task, update.batch.shape)
-    count = np.int32(update.batch.num_micro_batches)
-    whole = programs.whole(state, update.batch.batch, count)
-    square, rows = float(whole.square), rows_of(update.batch)
-    for number in range(planned.num_rows):
-        row = {name: array[number : number + 1] for name, array in rows.items()}
-        staged = placement.stage(row, 1, programs.single)
+def samples(rows: UpdateRows, state: TrainState) -> Iterator[Sample]:
+    """Yields the samples of an update, in the order of the stream, at the parameters of a state."""
+    programs = _programs(rows.measuring, rows.shape)
+    whole = programs.whole(state, rows.batch, np.int32(rows.num_passes))
+    square = float(whole.square)
+    for number, own_number in enumerate(rows.own_numbers):
+        row = {name: array[number : number + 1] for name, array in rows.arrays.items()}
+        staged = rows.measuring.stage(row, programs.single)
         part = jax.device_get(programs.part(state, staged, whole))
         weight = float(part.weight)
         yield Sample(
-            holes.own_number(planned.first_sample + number),
+            own_number,
             finite(float(part.loss) / weight) if weight else None,
             weight,
             finite(float(part.grad_norm)),
@@ -97,11 +93,11 @@ def samples(update: Before) -> Iterator[Sample]:
 
 
 @functools.lru_cache(maxsize=2)
-def _programs(task: PlannedPretraining, shape: BatchShape) -> _Programs:
-    mesh, placement = task.programs.mesh, task.programs.placement
+def _programs(measuring: Measuring, shape: BatchShape) -> _Programs:
+    mesh, arrange = measuring.mesh, measuring.arrange
     single = BatchShape(len(mesh.devices.flat), 1)
     whole_sums, own_sums = (
-        BatchSums(task.opened.keys, mesh, placement.arrange(cut.micro_batch), task.opened.objective)
+        BatchSums(measuring.keys, mesh, arrange(cut.micro_batch), measuring.objective)
         for cut in (shape, single)
     )
 

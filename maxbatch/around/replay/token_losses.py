@@ -8,12 +8,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from maxbatch.around.replay.updates import Before
+from maxbatch.around.replay.task import Measuring
 from maxbatch.data.stream.rows import RowArrays
-from maxbatch.data.tokenizers.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.run.pretraining import PlannedPretraining
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.state import TrainState
@@ -22,21 +20,21 @@ Score = Callable[[TrainState, np.ndarray, np.ndarray], jax.Array]
 _MOST_BYTES = 4  # of a character that several tokens make
 
 
-def token_losses(update: Before, rows: RowArrays) -> np.ndarray:
-    """Returns the cross-entropy of each token of some samples of an update, float32[n, W]; NaN
-    where a token has no weight.
+def token_losses(measuring: Measuring, state: TrainState, rows: RowArrays) -> np.ndarray:
+    """Returns the cross-entropy of each token of some samples, float32[n, W]; NaN where a token has
+    no weight.
 
     Args:
-      rows: the samples, arrays [n, W]; of pairs both answers, one after the other.
+      rows: the samples, arrays [n, W], n > 0; of pairs both answers, one after the other.
     """
-    score, shards = _score(update.task)
-    size = update.task.opened.context.config.max_target_length
+    score, shards = _score(measuring)
+    size = measuring.length
     tokens, segments = (rows[name].reshape(-1, size) for name in ("tokens", "segments"))
     count = len(tokens)
     padding = ((0, -count % shards), (0, 0))
     tokens, segments = (np.pad(array, padding) for array in (tokens, segments))
     logprobs = [
-        np.asarray(score(update.state, tokens[i : i + shards], segments[i : i + shards]))
+        np.asarray(score(state, tokens[i : i + shards], segments[i : i + shards]))
         for i in range(0, len(tokens), shards)
     ]
     losses = -np.concatenate(logprobs)[:count].reshape(rows["tokens"].shape)
@@ -44,10 +42,10 @@ def token_losses(update: Before, rows: RowArrays) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)
-def _score(task: PlannedPretraining) -> tuple[Score, int]:
+def _score(measuring: Measuring) -> tuple[Score, int]:
     """Returns the compiled log-probabilities of rows, and the rows that they take at a time."""
-    keys = task.opened.keys
-    model = ModelOnMesh(keys, keys.mesh, task.programs.mesh, BATCH_AXES)
+    keys = measuring.keys
+    model = ModelOnMesh(keys, keys.mesh, measuring.mesh, BATCH_AXES)
     adapters = adapters_of(keys.adapters, keys.quantization)
 
     def logprobs(state: TrainState, tokens: jax.Array, segments: jax.Array) -> jax.Array:
@@ -60,14 +58,14 @@ def _score(task: PlannedPretraining) -> tuple[Score, int]:
 
 
 def pieces_of_text(
-    tokenizer: Tokenizer, ids: np.ndarray, losses: np.ndarray
+    decode: Callable[[np.ndarray], str], ids: np.ndarray, losses: np.ndarray
 ) -> list[tuple[str, float | None]]:
     """Returns the texts of tokens, each with its loss; tokens that make one character are one
     piece, with the largest of their losses.
     """
     pieces, begin = list[tuple[str, float | None]](), 0
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[begin:end])
+        text = decode(ids[begin:end])
         if text.endswith("\ufffd") and end - begin < _MOST_BYTES and end < len(ids):
             continue
         known = losses[begin:end][~np.isnan(losses[begin:end])]

@@ -7,58 +7,42 @@ does not depend on the cut.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
+from maxbatch.around.replay.policy_task import POLICY
 from maxbatch.around.replay.recorded_run import RecordedRun, Segment
+from maxbatch.around.replay.stream_task import STREAM
+from maxbatch.around.replay.task import LAYOUT, OpenedTask, ReplayedTask, TaskKind, UpdateRows
 from maxbatch.config.config import Config
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import Value
-from maxbatch.data.feed.feed import StagedBatch
-from maxbatch.plan.batch import BatchPlan, ResumePoint
-from maxbatch.plan.mesh_shape import AXES, axis_key
-from maxbatch.plan.place import Place
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan
+from maxbatch.run.changes import changed_reads
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.context import RunContext
+from maxbatch.run.folder.ahead import read_ahead
 from maxbatch.run.folder.metrics import Record
-from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import CheckpointRecord, Position, newest_record
 from maxbatch.run.folder.run_folder import REFERENCE_FILE
-from maxbatch.run.pretraining import (
-    OpenedPretraining,
-    PlannedPretraining,
-    open_pretraining,
-)
+from maxbatch.run.folder.run_id import read_identity
 from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
-from maxbatch.run.taking_over import position_taken_over
 from maxbatch.run.task import Start
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
-from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.run.weights.parameters import FirstParameters, open_source, open_state
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath
+from maxbatch.system.terminal.warning import note
 from maxbatch.update.state import TrainState
 
-# How the run was laid out, which an update does not depend on.
-_LAYOUT = (
-    *(axis_key(net, axis) for net in ("ici", "dcn") for axis in AXES),
-    "num_pipeline_microbatches",
-    "num_pipeline_repeats",
-    "expansion_factor_real_data",
-    "attention",
-    "compiled_dir",
-)
 # What an update does not need: states, evals, samples of text, logs.
 _UPDATES_ALONE: dict[str, Value] = {
     "libtpu_flags": "none",
@@ -76,18 +60,20 @@ _UPDATES_ALONE: dict[str, Value] = {
 
 
 class Before(NamedTuple):
-    """An update that is about to be taken: its batch, and the state before it."""
+    """An update that is about to be taken: its rows, and the state before it."""
 
     planned: PlannedStep
-    batch: StagedBatch
+    samples_seen: int  # samples of the stream that were read before it
     state: TrainState
-    task: PlannedPretraining
+    rows: UpdateRows
+    task: ReplayedTask
 
 
 class Taken(NamedTuple):
     """An update that was taken."""
 
     line: Record  # as a run would record it
+    config: Config  # the run's
 
 
 class _Kept(Output):
@@ -98,6 +84,23 @@ class _Kept(Output):
 
     def append(self, record: Record) -> None:
         self.line = record
+
+
+class _Stored(NamedTuple):
+    """A checkpoint to start from."""
+
+    checkpoint: StoredCheckpoint
+    ahead: bytes | None  # what it holds for the batches ahead
+
+    @classmethod
+    def of(cls, run: RecordedRun, step: int) -> _Stored:
+        """Opens a checkpoint of a run; raises ConfigError if it is damaged."""
+        folder = run.path / "checkpoints" / str(step)
+        checkpoint = StoredCheckpoint(folder)  # type: ignore[arg-type]
+        ahead, damage = read_ahead(folder, checkpoint.record)
+        if damage:
+            raise ConfigError(f"{folder}: is damaged ({damage}); name another with --checkpoint")
+        return cls(checkpoint, ahead)
 
 
 def updates(
@@ -113,46 +116,54 @@ def updates(
     Raises:
       ConfigError: the run's data or its checkpoint cannot be used.
     """
-    record, stored = _start(run, checkpoint)
-    position, state = record.position if record and stored else Position(), None
+    stored = None if checkpoint is None else _Stored.of(run, checkpoint)
+    # which pins the first parameters
+    record = stored.checkpoint.record if stored else newest_record(run.path)
+    position, state, ahead = Position(), None, None
+    if stored:
+        position, ahead = stored.checkpoint.record.position, stored.ahead
     segments = run.segments(position.step + 1, step)
     for segment in segments:
+        kind = POLICY if segment.config.recipe.is_sampled else STREAM
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-")))
             _copy_reference(run.path, folder)
-            context = RunContext(_config_here(segment.config, folder), devices, stack)
-            opened = open_pretraining(context, concludes=False)
-            key, path = opened.source
-            open_at = open_state if key == "load_full_state_path" else open_source
-            origin = RunOrigin(open_at, key, path, run.path, record)
+            context = RunContext(_config_here(kind, segment, len(devices), folder), devices, stack)
+            opened = kind.open(segment, context)
+            origin = _origin(run, opened, record)
             if stored is None and state is None:
-                position = _first_position(segment.config, opened, origin)
+                position = opened.first_position(origin)
             hosts = record.hosts if record and stored else (None, None)
-            planned = opened.planned_as(_plan(segment, opened, position, hosts, devices))
+            task = opened.planned_from(run, position, hosts)
+            planned = task.planned
             if stored is not None and state is None:
-                state = stored.full_state(planned.abstract)
-            start = Start(
-                position, None, state is None, FirstParameters(origin, context.config.model)
-            )
-            running, state = planned.build(start).run(state, lambda *_: None, stack)
+                state = stored.checkpoint.full_state(planned.abstract)
+            first = FirstParameters(origin, context.config.model)
+            built = planned.build(Start(position, ahead, state is None, first))
+            if segment is segments[-1]:
+                _note_changes(run, built.reads)
+            running, state = built.run(state, lambda *_: None, stack)
             settings = UpdatePlan.from_config(segment.config.plan, planned.plan.manager)
             kept = _Kept()
-            recorder = _recorder(context, opened, planned, position, kept, stack)
-            for batch in running.feed:
-                yield Before(batch.planned, batch, state, planned)
+            recorder = _recorder(context, opened, task, position, kept, stack)
+            for fed in running.feed:
+                batch, rows = task.before(running, state, fed)
+                yield Before(batch.planned, position.samples_seen, state, rows, task)
                 state, taken = running.step(state, batch, settings)
                 recorder.add(taken)
                 recorder.catch_up()
-                yield Taken(kept.line)
+                yield Taken(kept.line, segment.config)
                 position = recorder.position
                 if position.step == segment.last_step:
                     break
+            if segment is not segments[-1]:
+                ahead = running.ahead()
 
 
 def _recorder(
     context: RunContext,
-    opened: OpenedPretraining,
-    planned: PlannedPretraining,
+    opened: OpenedTask,
+    task: ReplayedTask,
     position: Position,
     kept: _Kept,
     stack: ExitStack,
@@ -166,30 +177,33 @@ def _recorder(
         config.quantization,
     )
     compiles = stack.enter_context(CompileCounter())
-    return Recorder(
-        config.record, planned.plan.manager, position, compiles, meter, [kept], opened.data.holes
-    )
+    manager, holes = task.planned.plan.manager, opened.data.holes
+    return Recorder(config.record, manager, position, compiles, meter, [kept], holes)
 
 
-def _start(
-    run: RecordedRun, checkpoint: int | None
-) -> tuple[CheckpointRecord | None, StoredCheckpoint | None]:
-    """Returns the record that pins the first parameters, and the checkpoint to start from."""
-    if checkpoint is None:
-        return newest_record(run.path), None
-    stored = StoredCheckpoint(run.path / "checkpoints" / str(checkpoint))  # type: ignore[arg-type]
-    return stored.record, stored
+def _origin(run: RecordedRun, opened: OpenedTask, record: CheckpointRecord | None) -> RunOrigin:
+    """Returns the source of the run's first parameters."""
+    key, path = opened.source(run)
+    open_at = open_state if key == "load_full_state_path" else open_source
+    return RunOrigin(open_at, key, path, run.path, record)
 
 
-def _config_here(config: Config, folder: Path) -> Config:
+def _note_changes(run: RecordedRun, reads: Mapping[str, str]) -> None:
+    """Says which files other than the data have changed since the run's last session, such as those
+    of rewards.
+    """
+    if identity := read_identity(run.path):
+        for change in changed_reads(identity, reads):
+            note(f"{run.named}: {change}")
+
+
+def _config_here(kind: TaskKind, segment: Segment, num_devices: int, folder: Path) -> Config:
     """Returns a run's config for the devices at hand: all of them share the rows and the
     parameters.
     """
-    layout = {name: KEYS[name].default_value for name in _LAYOUT}
-    if (budget := config.max_tokens_per_pass) is not None:  # a row a sample is the same update
-        rows = budget // config.max_target_length
-        layout |= {"max_tokens_per_pass": None, "per_device_batch_size": rows}
-    return config.replaced({**layout, **_UPDATES_ALONE, "run_dir": str(folder)})
+    layout = {name: KEYS[name].default_value for name in LAYOUT}
+    layout |= kind.keys_here(segment, num_devices)
+    return segment.config.replaced({**layout, **_UPDATES_ALONE, "run_dir": str(folder)})
 
 
 def _copy_reference(run_dir: AnyPath, folder: Path) -> None:
@@ -198,78 +212,3 @@ def _copy_reference(run_dir: AnyPath, folder: Path) -> None:
     if file.is_file():
         with file.open("rb") as there, open(folder / REFERENCE_FILE, "wb") as here:
             shutil.copyfileobj(there, here)
-
-
-def _first_position(config: Config, opened: OpenedPretraining, origin: RunOrigin) -> Position:
-    """Returns the position that the run began at: 0, or where the MaxText run stood that it took
-    over.
-    """
-    source = origin.source() if config.load_full_state_path else None
-    if not isinstance(source, ForeignState):
-        return Position()
-    start = config.start_samples
-    return position_taken_over(
-        config.plan,
-        None if start is None else int(start),
-        source,
-        lambda: opened.plan(ResumePoint()).plan,
-    )
-
-
-def _plan(
-    segment: Segment,
-    opened: OpenedPretraining,
-    position: Position,
-    hosts: tuple[int | None, int | None],
-    devices: Sequence[jax.Device],
-) -> BatchPlan:
-    """Returns the plan of the recorded run's batches, cut for the devices at hand."""
-    point = ResumePoint(position.step, position.place, *hosts)
-    plan = _recorded_plan(segment, opened.data.samples_per_epoch, point)
-    manager = plan.manager
-    # as many rows per device as the run had in one pass
-    rows = max(1, math.floor(plan.micro_batch_size_to_train_on / plan.num_devices))
-    passes = rows * len(devices)
-    cut = tuple(
-        stage._replace(micro_batch=passes, accumulation_steps=-(-stage.batch // passes))
-        for stage in manager.split_stages
-    )
-    return dataclasses.replace(plan, manager=dataclasses.replace(manager, split_stages=cut))
-
-
-def _recorded_plan(
-    segment: Segment, samples_per_epoch: int | None, resume: ResumePoint
-) -> BatchPlan:
-    """Returns the plan of the recorded run, on its devices."""
-    used = segment.devices
-    return BatchPlan.from_config(
-        segment.config.plan,
-        used.num_devices,
-        used.num_hosts,
-        num_slices=used.num_slices,
-        samples_per_epoch=samples_per_epoch,
-        resume=resume,
-    )
-
-
-def end_of(run: RecordedRun, samples_per_epoch: int | None) -> int:
-    """Returns the samples of a whole run, as its last session states its length."""
-    last = max(run.lines)
-    (segment,) = run.segments(last, last)
-    place = Place(run.lines[last][Metric.SAMPLES_SEEN])
-    total = _recorded_plan(segment, samples_per_epoch, ResumePoint(last, place)).total_samples
-    assert total is not None, "data that are here have known epochs"
-    return total
-
-
-def rows_of(batch: StagedBatch) -> dict[str, np.ndarray]:
-    """Returns the rows of a staged batch, in the order of the stream: arrays [B, L]."""
-    arrays = {
-        name: np.asarray(array)
-        for name, array in batch.batch._asdict().items()
-        if array is not None
-    }
-    return {
-        name: array.reshape(-1, array.shape[-1])[: batch.planned.num_rows]
-        for name, array in arrays.items()
-    }

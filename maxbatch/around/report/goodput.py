@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from maxbatch.around.pages.page import heading, paragraph, shares_bar, table
+from maxbatch.around.report.marks_section import marks_json
 from maxbatch.around.report.runs import ReportedRun
 from maxbatch.run.folder.sessions import Session, TimePart, goodput, lost_updates, total_seconds
 from maxbatch.system.terminal.folding import counted
@@ -108,7 +109,7 @@ def _row(number: int, session: Session, num_lost: int) -> list[object]:
 
 def to_json(runs: Sequence[ReportedRun]) -> dict[str, object]:
     """Returns the object of `maxbatch report --json`: goodput and seconds of all runs together, and
-    of each.
+    of each, with its marked updates.
     """
     seconds = total_seconds([session for run in runs for session in run.sessions])
     return {
@@ -132,6 +133,8 @@ def _run(run: ReportedRun) -> dict[str, object]:
         "updates_lost": sum(losses),
         "seconds": _rounded(seconds),
         "sessions": sessions,
+        "forked_from": run.forked_from,
+        "marks": marks_json(run),
     }
 
 

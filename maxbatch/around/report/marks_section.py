@@ -42,6 +42,23 @@ def marks_lines(run: ReportedRun) -> list[str]:
     ]
 
 
+def marks_json(run: ReportedRun) -> list[dict[str, object]]:
+    """Returns an object of each marked update for `maxbatch report --json`, oldest first."""
+    return [
+        {
+            "step": mark.step,
+            "skip_reason": mark.reason,
+            "left_out": mark.left_out,
+            "first": mark.first,
+            "end": mark.end,
+            "loss": run.records[mark.place][Metric.LOSS],
+            "grad_norm": run.records[mark.place].get(Metric.GRAD_NORM),
+            "replay": _command(run, mark),
+        }
+        for mark in run.marks
+    ]
+
+
 def _counts(run: ReportedRun, most: int) -> str:
     rest = f"; the newest {most} of {len(run.marks):,} marks:" if len(run.marks) > most else ""
     return f"{run.name}: {counts_of(run.marks)}{rest}"

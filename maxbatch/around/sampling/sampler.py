@@ -207,6 +207,20 @@ class Sampler:
         placed: Responses = respond(params, prompts, tensors)
         return placed
 
+    def logprobs(self, params: State, tokens_BxL: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+        """Returns the log-probability of each token of rows given those before it, as a training
+        pass computes it: float32[B, L].
+
+        Args:
+          params: parameters of a `Decoder`, on one device or sharded.
+          tokens_BxL: int32: tokens, then padding.
+          lengths_B: int32, tokens of each row.
+        """
+        segments_BxL = (np.arange(tokens_BxL.shape[1]) < lengths_B[:, None]).astype(np.int32)
+        more = (0, -len(tokens_BxL) % self._program.row_shards), (0, 0)
+        rows = np.pad(tokens_BxL, more), np.pad(segments_BxL, more)
+        return np.asarray(_logprobs(self._program, params, *rows))[: len(tokens_BxL)]
+
     def lower(
         self, abstract_params: State, num_rows: int, rules: SamplingRules
     ) -> jax.stages.Lowered:
@@ -386,6 +400,15 @@ def _responses(program: _Program, params: State, prompts: PromptRows, rules: _Ru
 
 
 jit_responses = jax.jit(_responses, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logprobs(
+    program: _Program, params: State, tokens_BxL: jax.Array, segments_BxL: jax.Array
+) -> jax.Array:
+    decoder = nnx.merge(program.graphdef, params)
+    scores = token_logprobs(decoder, tokens_BxL, segments_BxL, batch_shards=program.row_shards)
+    return scores.logprobs_MxL
 
 
 def _check_finite(logprobs: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -34,6 +34,18 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.run.folder.metrics_schema import Metric
 
 
+class KeptRollouts(Protocol):
+    """Scored responses of batches that were trained on before."""
+
+    def rollouts(self, first: int, workshop: Workshop, params: State) -> Rollouts | None:
+        """Returns the responses to all prompts of the batch from prompt `first` on, as read by
+        `CollectedBatch`; None if they are not kept.
+
+        Args:
+          params: the parameters that sample the batch, on the devices that sample.
+        """
+
+
 class Workshop(NamedTuple):
     """The parts that make the pairs of a run."""
 
@@ -47,6 +59,7 @@ class Workshop(NamedTuple):
     temperature: float  # of the sampling
     advantage_scale: AdvantageScale
     length: int  # L
+    kept: KeptRollouts | None = None  # take the place of sampling and scoring
 
 
 class Rollouts(NamedTuple):
@@ -72,6 +85,7 @@ class TrainedResponse(NamedTuple):
     prompt: str
     prompt_index: int  # in the stream
     response: str
+    tokens: list[int]  # ids of the response, with an end token that was drawn
     reward: float
     rewards: dict[str, float]  # by reward function
     advantage: float
@@ -224,6 +238,12 @@ class CollectedBatch:
           params: the parameters on the devices that sample.
         """
         workshop, group = self._workshop, self._group
+        recorded = workshop.kept and workshop.kept.rollouts(self.first, workshop, params)
+        if recorded:
+            self._read.append(recorded)
+            self._is_whole = True
+            yield recorded
+            return
         missing, begin = self.num_prompts, self.first
         limit = begin + (workshop.batch.max_prompts_per_batch or missing)
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
@@ -300,10 +320,12 @@ class CollectedBatch:
         advantages_R = self._advantages(kept.rewards_R)
         for number, row in enumerate(rows.tolist()):
             prompt = prompts[row // group]
+            tokens = kept.tokens_RxL[number, kept.mask_RxL[number]]
             yield TrainedResponse(
                 prompt=prompt.text,
                 prompt_index=prompt.index,
-                response=workshop.roller.text(kept.tokens_RxL[number, kept.mask_RxL[number]]),
+                response=workshop.roller.text(tokens),
+                tokens=tokens.tolist(),
                 reward=float(kept.rewards_R[number]),
                 rewards={name: float(values[number]) for name, values in kept.by_name.items()},
                 advantage=float(advantages_R[number]),

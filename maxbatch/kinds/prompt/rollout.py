@@ -5,6 +5,7 @@ Shapes: P prompts per chunk, G responses per prompt, R = P x G pairs, L tokens.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -104,11 +105,38 @@ class Roller:
         config = self._config.rl
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
-        # By default TPUs and GPUs round the factors of float32 products.
-        with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
+        with self._precision:
             return self._sampler(
                 params, self._sampler.rows([prompt.tokens for prompt in read], draws_Rx3), rules
             )
+
+    def logprobs(self, params: State, tokens_RxL: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+        """Returns the log-probability of each token of prompts and responses under a policy, as a
+        training pass in the type of sampling computes it: float32[R, L].
+
+        Args:
+          params: the policy, on the devices that sample.
+          tokens_RxL: int32: prompt, response, padding; any number of rows.
+          lengths_R: int32, tokens of prompt and response.
+        """
+        logprobs: list[np.ndarray] = []
+        with self._precision:
+            for begin in range(0, len(tokens_RxL), self._num_pairs):
+                rows = slice(begin, begin + self._num_pairs)
+                more = self._num_pairs - len(tokens_RxL[rows])
+                tokens = np.pad(tokens_RxL[rows], ((0, more), (0, 0)))
+                lengths = np.pad(lengths_R[rows], (0, more))
+                logprobs.append(self._sampler.logprobs(params, tokens, lengths))
+        return np.concatenate(logprobs)[: len(tokens_RxL)]
+
+    @property
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        """The precision of products: by default TPUs and GPUs round the factors of float32."""
+        is_whole = self._config.rl.sampler_dtype == "float32"
+        precision: contextlib.AbstractContextManager[None] = jax.default_matmul_precision(
+            "highest" if is_whole else None
+        )
+        return precision
 
     def text(self, response: np.ndarray) -> str:
         """Decodes a response's tokens (int32[n]), without end tokens."""

@@ -95,6 +95,7 @@ class PolicyBatch(NamedTuple):
 
     planned: PlannedStep
     update: int  # its number within its batch, from 0
+    pairs: CollectedBatch | None = None  # of its batch, if they are taken already
 
 
 def open_policy_training(context: RunContext) -> OpenedPolicy:
@@ -372,17 +373,23 @@ class RunningPolicy:
             yield PolicyBatch(planned, update)
             update = 0 if planned.ends_batch else update + 1
 
+    def policy(self, state: TrainState, batch: PolicyBatch) -> State:
+        """Returns the parameters that sample before an update, on the devices that train.
+
+        Later updates of a batch sample nothing, so that adapters need not be merged for them.
+        """
+        return state.params if batch.update else self.planned.workshop.learner.policy(state)
+
     def step(
         self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan
     ) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first update on a batch also samples and scores its pairs."""
         started = time.perf_counter()
         workshop, timeline, planned = self.planned.workshop, self.opened.timeline, batch.planned
-        # Later updates of a batch sample nothing, so that adapters need not be merged for them.
-        policy = state.params if batch.update else workshop.learner.policy(state)
-        collected = self.batches_ahead.take(batch.update, policy)
+        policy = self.policy(state, batch)
+        collected = batch.pairs or self.batches_ahead.take(batch.update, policy)
         waited = time.perf_counter() - started
-        part, num_chunks = batch.update % workshop.batch.num_minibatches, 0
+        part, num_chunks = self.part(batch), 0
         for pairs in collected.chunks(part, policy):
             num_chunks += 1
             done = workshop.learner.add(state, pairs)
@@ -424,6 +431,10 @@ class RunningPolicy:
             metrics=metrics,
             figures=figures,
         )
+
+    def part(self, batch: PolicyBatch) -> int:
+        """Returns the update's part of its batch of prompts, from 0."""
+        return batch.update % self.planned.workshop.batch.num_minibatches
 
     def _write_transcripts(self, step: int, collected: CollectedBatch) -> None:
         batch = self.planned.workshop.batch

@@ -39,7 +39,8 @@ _REQUIRED = (
     Metric.LOSS,
     Metric.LEARNING_RATE,
 )
-_LONGEST_LINE = 1 << 20  # bytes of a record
+LONGEST_RECORD = 1 << 20  # bytes of a record
+LONGEST_TEXTS = 1 << 30  # of a line of texts, such as the responses of a batch
 _LARGEST, _MOST_DIGITS = 1e100, 400  # larger than training writes, and small enough to be summed
 _STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')  # the beginning of the lines of a run
 _UNUSUAL = re.compile(rb"N|I|[0-9]{60}|[eE]\+?[0-9]{3}")
@@ -133,7 +134,21 @@ def upto(lines: Iterable[bytes], step: int) -> list[bytes]:
 
 def lines_until(path: AnyPath, step: int) -> list[bytes]:
     """Returns the lines of a log's updates until a step; none if there is no file."""
-    return upto(read_lines(path), step)
+    return upto(read_lines(path, LONGEST_TEXTS), step)
+
+
+def lines_between(path: AnyPath, after: int, until: int) -> Iterator[Record]:
+    """Yields the records of a log's updates from `after` + 1 to `until`, one line at a time; leaves
+    out damaged ones.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
+        for line in _bounded_lines(file, LONGEST_TEXTS):
+            step = _STEP.match(line)
+            if step and after < int(step[1]) <= until and (record := parse_line(line)):
+                yield record
 
 
 def line_digest(line: bytes) -> str:
@@ -187,24 +202,24 @@ def read_step_log(path: AnyPath) -> list[Record]:
     return [record for line in read_lines(path) if (record := parse_line(line)) is not None]
 
 
-def read_lines(path: AnyPath) -> list[bytes]:
-    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a
-    record.
+def read_lines(path: AnyPath, longest: int = LONGEST_RECORD) -> list[bytes]:
+    """Returns the lines of a file, none if there is no file; cuts lines of more than `longest`
+    bytes.
 
     Raises:
       ConfigError: the file cannot be read.
     """
     with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
-        return list(_bounded_lines(file))
+        return list(_bounded_lines(file, longest))
     return []
 
 
-def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file; cuts lines that are too long for a record."""
-    while line := file.readline(_LONGEST_LINE):
+def _bounded_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """Yields the lines of a file; cuts those of more than `longest` bytes."""
+    while line := file.readline(longest):
         yield line
-        while not line.endswith(b"\n") and len(line) == _LONGEST_LINE:
-            line = file.readline(_LONGEST_LINE)
+        while not line.endswith(b"\n") and len(line) == longest:
+            line = file.readline(longest)
 
 
 def parse_line(line: bytes, beyond: list[str] | None = None) -> Record | None:

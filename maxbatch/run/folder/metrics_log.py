@@ -7,8 +7,11 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from maxbatch.run.folder.metrics import (
+    LONGEST_RECORD,
+    LONGEST_TEXTS,
     METRICS_FILE,
     Record,
     line_digest,
@@ -32,10 +35,12 @@ class StepLog:
       last_digest: `line_digest` of the last appended line; None before the first.
     """
 
+    longest_line: ClassVar[int] = LONGEST_TEXTS  # bytes; longer ones are dropped
+
     def __init__(self, folder: RunFolder, name: str, step: int) -> None:
         self._path = folder.path / name
         self.last_digest: str | None = None
-        old = read_lines(self._path)
+        old = read_lines(self._path, self.longest_line)
         kept = self._kept(old, step)
         self._file = open_appender(self._path, b"".join(kept), old_content=b"".join(old))
 
@@ -68,6 +73,8 @@ class MetricsLog(StepLog):
     Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with
     those that do.
     """
+
+    longest_line: ClassVar[int] = LONGEST_RECORD
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -30,10 +29,11 @@ from maxbatch.parallel.hosts import broadcast
 from maxbatch.plan.holes import NO_HOLES, Holes
 from maxbatch.run.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.run.compile.flags import CHECKSUMS
+from maxbatch.run.folder.ahead import AHEAD_FILE, ahead_hash, read_ahead
 from maxbatch.run.folder.best_checkpoint import BEST, BestCheckpoint, read_best
 from maxbatch.run.folder.foreign import foreign_best
 from maxbatch.run.folder.holes_behind import refuse_other_holes
-from maxbatch.run.folder.old_forms import old_form, refuse_old_ahead, refuse_old_record
+from maxbatch.run.folder.old_forms import old_form, refuse_old_record
 from maxbatch.run.folder.position import (
     CheckpointRecord,
     DamagedError,
@@ -57,12 +57,10 @@ from maxbatch.run.weights.checksums import (
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.run.weights.shard_files import OTHER_ARRAYS
 from maxbatch.run.weights.shards import read_item, read_together
-from maxbatch.system.errors import ConfigError, reading, writing
+from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.storage import AnyPath, move_tree
 from maxbatch.update.state import TrainState
-
-AHEAD_FILE = "ahead/batches"
 
 
 class Restored(NamedTuple):
@@ -87,10 +85,6 @@ def model_identity(config: UpdateConfig) -> dict[str, object]:
 
 def _items(state: TrainState) -> list[tuple[str, object]]:
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 class Checkpoints:
@@ -270,7 +264,7 @@ class Checkpoints:
                 record = CheckpointRecord.from_json(saved)
                 state, damage = self._restore_arrays(record, abstract, make)
             if not damage:
-                ahead, damage = self._read_ahead(record)
+                ahead, damage = read_ahead(self._folder / str(step), record)
             if not damage:
                 restored = Restored(state, record.position, ahead)
                 self._started = self._saved = step
@@ -315,21 +309,6 @@ class Checkpoints:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = checksums_by(program, abstract.saved)
         return damage_of_state(record, state, self._checksums)
-
-    def _read_ahead(self, record: CheckpointRecord) -> tuple[bytes | None, str | None]:
-        """Reads the item `ahead` of a checkpoint; returns it, or its damage."""
-        if record.ahead is None:
-            return None, None
-        file = self._folder / str(record.position.step) / AHEAD_FILE
-        with reading(file):
-            try:
-                ahead = file.read_bytes()
-            except FileNotFoundError:
-                refuse_old_ahead(file.parent)
-                ahead = b""
-        if _hash(ahead) != record.ahead:
-            return None, "what it holds for the batches ahead does not match its checksum"
-        return ahead, None
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         def move() -> str:
@@ -471,7 +450,7 @@ class Checkpoints:
         parameters, average = stored_parameters(state.params, sums), None
         if state.average is not None:  # its checksums come last
             average = stored_parameters(state.average, sums[-len(parameters) :])
-        of_ahead = None if ahead is None else _hash(ahead)
+        of_ahead = None if ahead is None else ahead_hash(ahead)
         checksum = combined(sums)
         origin = self.origin.pin if self.origin else None
         return CheckpointRecord(

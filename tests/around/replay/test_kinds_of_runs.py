@@ -15,6 +15,7 @@ from maxbatch.around.replay.comparison import computes_exactly
 from maxbatch.around.replay.recorded_run import RecordedRun
 from maxbatch.around.replay.replay_page import page_of
 from maxbatch.around.replay.replayed import Replayed, Wanted, replay
+from maxbatch.around.replay.stream_task import Documents
 from maxbatch.plan.skip_samples import holes_of
 from maxbatch.run.pretraining import train
 from maxbatch.system.storage.storage import AnyPath, as_path
@@ -153,8 +154,10 @@ def check_samples(found: Replayed, colours: bool) -> None:
         losses, weights = finite([one.loss for one in samples]), [one.weight for one in samples]
         assert np.average(losses, weights=weights) == pytest.approx(update.figures.loss, abs=1e-3)
         for one in update.samples:
-            assert one.documents and len(one.losses) == len(one.documents) * colours
-            for document in one.documents:
+            assert isinstance(one.content, Documents)
+            documents, losses = one.content
+            assert documents and len(losses) == len(documents) * colours
+            for document in documents:
                 assert document.file is not None and document.record is not None
-            for document, pieces in zip(one.documents, one.losses, strict=colours):
+            for document, pieces in zip(documents, losses, strict=colours):
                 assert "".join(text for text, _ in pieces) == document.text

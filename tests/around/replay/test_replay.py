@@ -20,7 +20,8 @@ from maxbatch.around.replay.comparison import Compared
 from maxbatch.around.replay.recorded_run import RecordedRun
 from maxbatch.around.replay.replayed import Replayed, Wanted, replay
 from maxbatch.around.replay.sample_gradients import Sample
-from maxbatch.around.replay.updates import Before, Taken, rows_of, updates
+from maxbatch.around.replay.stream_task import Documents
+from maxbatch.around.replay.updates import Before, Taken, updates
 from maxbatch.cli import main
 from maxbatch.model.decoder import Decoder
 from maxbatch.run.folder.sessions import read_sessions
@@ -104,7 +105,7 @@ def test_a_finite_difference_of_the_loss_along_the_gradient_agrees_with_the_shar
     step = updates(run, 3, 4, jax.devices()[:1])
     before = next(step)
     assert isinstance(before, Before)
-    params, rows = before.state.params, rows_of(before.batch)
+    params, rows = before.state.params, before.rows.arrays
     graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(run.config, rngs=nnx.Rngs(0))))
 
     @jax.jit
@@ -162,8 +163,8 @@ def test_a_sample_names_its_documents_and_every_sample_ahead_with_its_row(
     file = str(run_dir.parent / "texts.jsonl")
     lines = Path(file).read_text().splitlines()
     for one in fourth.update.samples:
-        assert one.documents
-        for document in one.documents:
+        assert isinstance(one.content, Documents) and one.content.documents
+        for document in one.content.documents:
             assert document.file == file and document.record is not None
             text = json.loads(lines[document.record - 1])["text"]
             assert document.text in text and document.tokens >= len(document.text)
@@ -245,3 +246,19 @@ def test_an_older_run_says_from_which_update_on_it_can_be_taken_again(
     assert [one.first_step for one in run.segments(7, 9)] == [7]
     with pytest.raises(ConfigError, match=r"from checkpoint 6 on; works: --step 7"):
         run.segments(6, 8)
+
+
+def test_a_forks_updates_have_the_config_of_its_run_until_the_step_of_the_fork(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    origin, fork = tmp_path / "origin", tmp_path / "fork"
+    shutil.copytree(run_dir, origin)
+    command = ["fork", str(origin), "--step", "6", "--output", str(fork)]
+    assert main([*command, "learning_rate=5e-3", "steps=12"]) == 0
+    run = RecordedRun(str(fork))
+    rates = [(one.first_step, one.config.learning_rate) for one in run.segments(2, 8)]
+    assert rates == [(2, 0.01), (7, 0.005)]
+    origin.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"until 6 are those of .*, which it was forked from"):
+        RecordedRun(str(fork)).segments(6, 8)
+    assert len(RecordedRun(str(fork)).segments(7, 8)) == 1

@@ -113,6 +113,31 @@ def test_the_terminal_has_the_number_of_marks_and_the_newest_three_commands(
     ]
 
 
+def test_a_report_as_json_has_every_mark_and_the_origin_of_a_fork(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_fork(5)
+    assert main(["report", "a", "b", "--json"]) == 0
+    parent, fork = json.loads(capsys.readouterr().out)["runs"]
+    facts = [
+        (mark["step"], mark["skip_reason"], mark["left_out"], mark["first"], mark["end"])
+        for mark in parent["marks"]
+    ]
+    assert facts == [
+        (SPIKE, "spike", 0, 48, 64),
+        (HOLE_AT, None, LEFT_OUT, 80, 160),
+        (NON_FINITE, "non-finite", 0, 160, 176),
+    ]
+    assert [mark["loss"] for mark in parent["marks"]] == [9.0, 2.0, None]
+    assert parent["marks"][0]["replay"] == f"maxbatch replay a --step {SPIKE}"
+    assert parent["forked_from"] is None and fork["forked_from"]["step"] == 5
+    assert [mark["replay"].split()[2] for mark in fork["marks"]] == [
+        str(Path("a").absolute()),
+        "b",
+        "b",
+    ]
+
+
 def test_a_run_without_marks_has_no_word_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("a"), 5, skipped=lambda step: False, stream_position=lambda step: 16 * step)
     assert main(["report", "a"]) == 0

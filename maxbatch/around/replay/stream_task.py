@@ -1,0 +1,249 @@
+"""Updates of `maxbatch train`, taken again: their rows are samples of the stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from maxbatch.around.replay.documents import SampleDocument, documents_of
+from maxbatch.around.replay.recorded_run import RecordedRun, Segment
+from maxbatch.around.replay.task import (
+    Measuring,
+    OpenedTask,
+    Pieces,
+    ReplayedTask,
+    TaskKind,
+    UpdateRows,
+    recorded_plan,
+)
+from maxbatch.around.replay.token_losses import pieces_of_text
+from maxbatch.config.values import Value, first_of
+from maxbatch.data.feed.feed import StagedBatch
+from maxbatch.data.stream.rows import RowArrays
+from maxbatch.data.stream.stream import Stream
+from maxbatch.plan.batch import BatchPlan, ResumePoint
+from maxbatch.plan.holes import Holes
+from maxbatch.plan.place import Place
+from maxbatch.run.context import RunContext
+from maxbatch.run.folder.metrics_schema import Metric
+from maxbatch.run.folder.position import Position
+from maxbatch.run.pretraining import (
+    OpenedPretraining,
+    PlannedPretraining,
+    RunningPretraining,
+    open_pretraining,
+)
+from maxbatch.run.taking_over import position_taken_over
+from maxbatch.run.task import TaskData, TaskModel
+from maxbatch.run.weights.foreign import ForeignState
+from maxbatch.run.weights.origin import RunOrigin
+from maxbatch.update.state import TrainState
+
+_MOST_DOCUMENTS = 3  # named in a row of the table
+
+
+class Documents(NamedTuple):
+    """The documents that a sample holds (`maxbatch.around.replay.task.Content`)."""
+
+    documents: list[SampleDocument]
+    losses: list[Pieces]  # of each document; empty if they are not known
+
+    def to_json(self) -> dict[str, object]:
+        """Returns its fields of an object of `maxbatch replay --json`."""
+        return {"documents": [document.to_json() for document in self.documents]}
+
+    @property
+    def cells(self) -> Mapping[str, str]:
+        """Its cells of the table on the terminal, by column."""
+        places = [str(document) for document in self.documents if str(document)]
+        return {"documents": first_of(places, _MOST_DOCUMENTS)}
+
+    @property
+    def title(self) -> str:
+        """What the page adds to the number of the sample: nothing."""
+        return ""
+
+    @property
+    def texts(self) -> Iterator[tuple[str, Pieces]]:
+        """Its texts on the page, each with the place that it came from."""
+        for number, document in enumerate(self.documents):
+            place = f"{document}, from token {document.offset}" if str(document) else ""
+            yield place, self.losses[number] if self.losses else [(document.text, None)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamTask(ReplayedTask):
+    """Pre-training, planned from a position on."""
+
+    segment: Segment
+    opened: OpenedPretraining
+    planned: PlannedPretraining
+    measuring: Measuring
+
+    def before(
+        self, running: RunningPretraining, state: TrainState, batch: StagedBatch
+    ) -> tuple[StagedBatch, UpdateRows]:
+        """Returns the batch and its rows."""
+        arrays = _rows_of(batch)
+        seen = batch.planned.first_sample
+        kept = range(seen, seen + batch.planned.num_rows)
+        rows = UpdateRows(
+            self.measuring,
+            batch.batch,
+            batch.shape,
+            batch.num_micro_batches,
+            arrays,
+            self.opened.data.holes.own_numbers(kept),
+            partial(self._contents, arrays, seen),
+        )
+        return batch, rows
+
+    def _contents(
+        self, arrays: RowArrays, seen: int, places: Sequence[int], losses: np.ndarray | None
+    ) -> list[Documents]:
+        rows = {name: array[list(places)] for name, array in arrays.items()}
+        documents = documents_of(self._stream, [seen + place for place in places], rows)
+        pieces: list[list[Pieces]] = [[] for _ in places]
+        if losses is not None:
+            pieces = _pieces(self._stream, rows, losses)
+        return [Documents(*fields) for fields in zip(documents, pieces, strict=True)]
+
+    def again(self, own_numbers: Sequence[int], first: int, end: int) -> list[int]:
+        """Returns the own numbers among `first` to `end` - 1 with the rows of some samples."""
+        return self._stream.again(own_numbers, first, end)
+
+    def total_samples(self, run: RecordedRun) -> int:
+        """Returns the samples of a whole run, as its last session states its length."""
+        last = max(run.lines)
+        (segment,) = run.segments(last, last)
+        point = ResumePoint(last, Place(run.lines[last][Metric.SAMPLES_SEEN]))
+        total = recorded_plan(segment, self.opened.data.samples_per_epoch, point).total_samples
+        assert total is not None, "data that are here have known epochs"
+        return total
+
+    @property
+    def holes(self) -> Holes:
+        """The holes of the stream."""
+        return self.opened.data.holes
+
+    @property
+    def _stream(self) -> Stream:
+        assert self.opened.stream is not None, "this process loads data"
+        return self.opened.stream
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenedStream(OpenedTask):
+    """Pre-training whose data are open."""
+
+    segment: Segment
+    opened: OpenedPretraining
+
+    @classmethod
+    def of(cls, segment: Segment, context: RunContext) -> OpenedStream:
+        """Opens the data of a segment."""
+        return cls(segment, open_pretraining(context, concludes=False))
+
+    @property
+    def data(self) -> TaskData:
+        """The data of the run."""
+        return self.opened.data
+
+    @property
+    def model(self) -> TaskModel:
+        """The model of the run."""
+        return self.opened.model
+
+    def source(self, run: RecordedRun) -> tuple[str, str]:
+        """Returns the config key and the path of the first parameters."""
+        return self.opened.source
+
+    def first_position(self, origin: RunOrigin) -> Position:
+        """Returns the position that the run began at: 0, or where the MaxText run stood that it
+        took over.
+        """
+        config = self.segment.config
+        source = origin.source() if config.load_full_state_path else None
+        if not isinstance(source, ForeignState):
+            return Position()
+        start = config.start_samples
+        return position_taken_over(
+            config.plan,
+            None if start is None else int(start),
+            source,
+            lambda: self.opened.plan(ResumePoint()).plan,
+        )
+
+    def planned_from(
+        self, run: RecordedRun, position: Position, hosts: tuple[int | None, int | None]
+    ) -> StreamTask:
+        """Plans the recorded run's batches from a position on, cut for the devices at hand."""
+        opened = self.opened
+        planned = opened.planned_as(self._plan(position, hosts))
+        placement = planned.programs.placement
+        measuring = Measuring(
+            opened.keys,
+            planned.programs.mesh,
+            opened.objective,
+            opened.context.config.max_target_length,
+            placement.arrange,
+            lambda rows, shape: placement.stage(rows, len(rows["tokens"]), shape),
+        )
+        return StreamTask(self.segment, opened, planned, measuring)
+
+    def _plan(self, position: Position, hosts: tuple[int | None, int | None]) -> BatchPlan:
+        point = ResumePoint(position.step, position.place, *hosts)
+        plan = recorded_plan(self.segment, self.opened.data.samples_per_epoch, point)
+        # as many rows per device as the run had in one pass
+        rows = max(1, math.floor(plan.micro_batch_size_to_train_on / plan.num_devices))
+        passes = rows * len(self.opened.context.devices)
+        cut = tuple(
+            stage._replace(micro_batch=passes, accumulation_steps=-(-stage.batch // passes))
+            for stage in plan.manager.split_stages
+        )
+        manager = dataclasses.replace(plan.manager, split_stages=cut)
+        return dataclasses.replace(plan, manager=manager)
+
+
+def _rows_of(batch: StagedBatch) -> RowArrays:
+    """Returns the rows of a staged batch, in the order of the stream: arrays [B, L]."""
+    arrays = {
+        name: np.asarray(array)
+        for name, array in batch.batch._asdict().items()
+        if array is not None
+    }
+    return {
+        name: array.reshape(-1, array.shape[-1])[: batch.planned.num_rows]
+        for name, array in arrays.items()
+    }
+
+
+def _pieces(stream: Stream, rows: RowArrays, losses: np.ndarray) -> list[list[Pieces]]:
+    """Returns the pieces of text of each document of each sample."""
+    pieces_by_sample = list[list[Pieces]]()
+    for tokens, segments, of_sample in zip(rows["tokens"], rows["segments"], losses, strict=True):
+        masks = (segments == number for number in range(1, int(segments.max(initial=0)) + 1))
+        pieces_by_sample.append(
+            [
+                pieces_of_text(stream.tokenizer.decode, tokens[mask], of_sample[mask])
+                for mask in masks
+            ]
+        )
+    return pieces_by_sample
+
+
+def _keys_here(segment: Segment, num_devices: int) -> dict[str, Value]:
+    """Returns the keys of a row a sample, which is the same update as samples that share rows."""
+    budget = segment.config.max_tokens_per_pass
+    if budget is None:
+        return {}
+    rows = int(budget) // segment.config.max_target_length
+    return {"max_tokens_per_pass": None, "per_device_batch_size": rows}
+
+
+STREAM = TaskKind(_keys_here, OpenedStream.of)
