@@ -312,6 +312,8 @@ def check_rules(config: AllKeys) -> None:
         form.check(config)
     if config.quantization == "int8":
         _check_int8_sums(config)
+    if config.reproducible_sums:
+        _check_reproducible_sums(config)
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.learning_rate_schedule == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -350,6 +352,31 @@ def _check_budget(config: AllKeys, budget: int) -> None:
     if not has_batch:
         rule = "stated beside global_batch_size or batch_size_schedule, whose samples share rows"
         raise config.fault(_BUDGET, rule, f"{budget}{batch}")
+
+
+# Optimizers whose update of a value depends on no other value of its parameter.
+_ELEMENTWISE = ("adamw", "lion", "sgd")
+
+
+def _check_reproducible_sums(config: AllKeys) -> None:
+    """Raises ConfigError for a setting whose update is not known to be equal to the last bit."""
+    reasons = {
+        "opt_type": "" if config.opt_type in _ELEMENTWISE else "which mixes the values of a matrix",
+        "quantization": "whose scales are of whole passes" if config.quantization else "",
+        "num_experts": "whose balance is of whole passes" if config.num_experts > 1 else "",
+        "lora_rank": "since adapters have other programs" if config.lora_rank else "",
+        "use_sft": "which has other rows" if config.use_sft else "",
+        "use_dpo": "which has other rows" if config.use_dpo else "",
+        "batch_size": "prompts of reinforcement learning" if config.batch_size else "",
+        "max_tokens_per_pass": "whose samples share rows" if config.max_tokens_per_pass else "",
+        "compiled_dir": "whose programs are the usual ones" if config.compiled_dir else "",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            value = shown(value_text(config[name]))
+            raise config.fault(
+                "reproducible_sums", f"false beside {name}={value}, {reason}", "false"
+            )
 
 
 # Settings of some optimizers only.

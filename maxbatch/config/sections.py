@@ -300,6 +300,11 @@ class OptimizerConfig(Section, changes="the updates"):
         "are known", PROGRAM, SPIKE_WINDOW, "updates", changes="the updates that are skipped as spikes")
     skip_step_scaling_factor: float = key(6.0, "standard deviations above the mean from which on an update is a spike",
         PROGRAM, POSITIVE, "standard deviations", changes="the updates that are skipped as spikes")
+    reproducible_sums: bool = key(False, "true: updates are equal to the last bit on any number of devices and for any "
+        "cut of the batch; a device holds the model and its gradient whole", PROGRAM, maxtext=OURS,
+        changes="the last bits of the updates")
+    reproducible_rows: int = key(1, "rows whose gradient one program computes, beside reproducible_sums=true; divides "
+        "the rows of a device in a pass", PROGRAM, COUNT, "rows", maxtext=OURS, changes="the last bits of the updates")
 
 
 class ModelConfig(Section, changes="the model's computation"):

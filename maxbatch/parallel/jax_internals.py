@@ -218,14 +218,61 @@ _FIRST_PROCESS = _FirstProcess()
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
     """Builds a program from an executable; its shardings on the mesh are explicit, except for
     scalars.
+    """
+    facts = _facts(lowered)
+    return _loaded(
+        content,
+        lowered,
+        _lowering(lowered)._device_list,
+        _explicit(facts["in_shardings"], facts["global_in_avals"], mesh),
+        _explicit(facts["out_shardings"], facts["global_out_avals"], mesh),
+    )
+
+
+def load_on_device(
+    content: bytes, lowered: jax.stages.Lowered, device: jax.Device
+) -> jax.stages.Compiled:
+    """Builds a program for one device from the executable of a program for another one."""
+    from jax._src import compiler
+
+    facts, place = _facts(lowered), jax.sharding.SingleDeviceSharding(device)
+    inputs, outputs = (
+        [place] * len(facts[avals]) for avals in ("global_in_avals", "global_out_avals")
+    )
+    devices: Any = place
+    # otherwise the executable runs on the device that it was compiled for
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]])
+    )
+    return _loaded(
+        content, lowered, devices._internal_device_list, inputs, outputs, compile_options=options
+    )
+
+
+def _lowering(lowered: jax.stages.Lowered) -> Any:
+    return lowered._lowering
+
+
+def _facts(lowered: jax.stages.Lowered) -> Any:
+    return _lowering(lowered).compile_args
+
+
+def _loaded(
+    content: bytes,
+    lowered: jax.stages.Lowered,
+    devices: Any,
+    in_shardings: Sequence[jax.sharding.Sharding],
+    out_shardings: Sequence[jax.sharding.Sharding],
+    **options: Any,
+) -> jax.stages.Compiled:
+    """Builds a program from an executable for a list of devices.
 
     JAX has no public way to call an executable that it did not compile. This follows the end of its
     `UnloadedMeshExecutable.from_hlo`, but reads the executable instead of compiling it.
     """
     from jax._src.interpreters import pxla
 
-    lowering: Any = lowered._lowering
-    facts = lowering.compile_args
+    lowering, facts = _lowering(lowered), _facts(lowered)
     effects = {
         name: facts[name]
         for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")
@@ -235,12 +282,12 @@ def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> 
     inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
     layouts = [(None,) * len(avals) for avals in (inputs, outputs)]  # defaults
     executable = pxla.UnloadedMeshExecutable(
-        xla_executable=facts["backend"].deserialize_executable(content, lowering._device_list),
-        device_list=lowering._device_list,
+        xla_executable=facts["backend"].deserialize_executable(content, devices, **options),
+        device_list=devices,
         input_avals=inputs,
-        input_shardings=_explicit(facts["in_shardings"], inputs, mesh),
+        input_shardings=in_shardings,
         output_avals=outputs,
-        output_shardings=_explicit(facts["out_shardings"], outputs, mesh),
+        output_shardings=out_shardings,
         name=lowering._name,
         xla_in_layouts=layouts[0],
         dispatch_in_layouts=layouts[0],

@@ -30,6 +30,7 @@ from maxbatch.plan.place import Place
 from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
+from maxbatch.plan.reproducible import check_reproducible, whole_bytes
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_rows, stated_batches
@@ -110,6 +111,7 @@ class BatchPlan:
     tokens_per_step: int
     padded_slots_per_step: int
     padded_share: float
+    whole_bytes_per_device: int | None  # with `reproducible_sums`
     total_steps: int | None
     total_samples: int | None
     total_tokens: int | None
@@ -187,6 +189,8 @@ class BatchPlan:
             config, unit, rl, samples_per_epoch, resume.step, resume.place
         )
 
+        check_reproducible(config, meshes.training, manager)
+
         # The plan's numbers are those of the last stage.
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         holes = holes_of(config)
@@ -233,6 +237,7 @@ class BatchPlan:
             padded_slots_per_step=last.padded_slots_per_step,
             padded_share=last.padded_slots_per_step
             / (batch // manager.num_minibatches + last.padded_slots_per_step),
+            whole_bytes_per_device=whole_bytes(config),
             total_steps=manager.total_steps,
             total_samples=total,
             total_tokens=None if total is None else total * manager.rows_per_sample * slots,

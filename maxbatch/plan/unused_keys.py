@@ -113,6 +113,13 @@ def unused_keys(
             verb = "have" if len(names) > 1 else "has"
             yield f"{stated(config, *names)} {verb} no effect without skip_step_on_spikes=true"
 
+    name = "reproducible_rows"
+    if (
+        not config.optimizer.reproducible_sums
+        and config.optimizer[name] != KEYS[name].default_value
+    ):
+        yield f"{stated(config, name)} has no effect without reproducible_sums=true"
+
     yield from _stages_without_updates(config, manager)
 
 

@@ -53,6 +53,7 @@ batch
   tokens_per_step                token slots of an update
   padded_slots_per_step          rows of padding per update (batch_padding)
   padded_share                   their share of an update's computation
+  whole_bytes_per_device         bytes of model, gradient and exact sums that each device holds whole
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt
@@ -382,6 +383,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     unstated = [
         *(() if has_padding else _OF_PADDING),
         *(() if plan.samples_left_out else ("samples_left_out",)),
+        *(() if plan.whole_bytes_per_device else ("whole_bytes_per_device",)),
     ]
 
     # A line of _NUMBERS that is not indented is the title of those below it.

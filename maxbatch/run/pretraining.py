@@ -22,7 +22,7 @@ from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import KEYS, EvaluationConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
-from maxbatch.data.feed.placement import is_loading
+from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.store import IDS
 from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
 from maxbatch.data.stream.stream import ReadPart, Stream, open_stream
@@ -40,7 +40,7 @@ from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.run.compile.flags import INIT
-from maxbatch.run.compile.ladder import StepLadder
+from maxbatch.run.compile.ladder import StepLadder, Update
 from maxbatch.run.compile.saved import SavedPrograms
 from maxbatch.run.context import RunContext
 from maxbatch.run.evaluation import Evaluator, num_evaluated
@@ -132,7 +132,7 @@ def open_pretraining(
     keys, planning, recipe = config.programs, config.plan, TrainedRecipe.of(config.recipe)
 
     # refusals that need no data come first
-    _check(parts, config.compiled_dir, recipe)
+    _check(parts, config.compiled_dir, recipe, config.reproducible_sums)
     if config.max_tokens_per_pass is not None and not parts.are_config_rows:
         raise config.fault(
             "max_tokens_per_pass",
@@ -173,8 +173,14 @@ def open_pretraining(
     )
 
 
-def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
+def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe, is_reproducible: bool) -> None:
     check_parts(parts)
+    is_own = parts.model or parts.objective or parts.optimizer
+    if is_reproducible and is_own:
+        raise ConfigError(
+            "reproducible_sums=true: holds for the config's own model, loss and optimizer, and "
+            "train() was given others; works: reproducible_sums=false"
+        )
     if not recipe.takes_parts and (
         parts.model or parts.objective or parts.stream or parts.eval_stream
     ):
@@ -182,7 +188,7 @@ def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
             f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, "
             f"and train() was given a model, a loss or a stream; works: {recipe.key}=false"
         )
-    if compiled_dir and (parts.model or parts.objective or parts.optimizer):
+    if compiled_dir and is_own:
         raise ConfigError(
             f"compiled_dir={compiled_dir}: holds programs of the config's own model, loss and optimizer, and train() "
             'was given others; works: compiled_dir=""'
@@ -348,6 +354,12 @@ class PlannedPretraining:
             return self.saved.load(name, lower)
         return self.opened.context.executable(name, lower)
 
+    def _update(self, shape: BatchShape) -> Update:
+        """Compiles the update for a batch shape."""
+        if self.programs.config.optimizer.reproducible_sums:
+            return self.programs.reproducible_update(shape, self.executable)
+        return self.executable(step_name(shape), lambda: self.programs.step(shape))
+
     def build(self, start: Start) -> BuiltPretraining:
         opened, config = self.opened, self.opened.context.config
         held_out = self._open_held_out()
@@ -372,7 +384,7 @@ class PlannedPretraining:
         # What was compiled ahead was planned from the run's start, and its first shape runs every
         # stage.
         steps = StepLadder(
-            lambda shape: self.executable(step_name(shape), lambda: self.programs.step(shape)),
+            self._update,
             [stage for stage in stages_ahead if stage.num_steps],
             all_first=jax.process_count() > 1 or self.saved is not None,
             shapes=self.saved.shapes_for(manager.stages) if self.saved else None,
@@ -605,6 +617,9 @@ class BuiltPretraining:
         return self._initial_state()
 
     def _initial_state(self) -> TrainState:
+        if self.opened.keys.optimizer.reproducible_sums:
+            params = self.planned.programs.first_params(self.planned.executable)
+            return init_opt_state(self.opened.keys, self.planned.abstract, params)
         made: TrainState = self.planned.executable(INIT, self.planned.programs.init)()
         return made
 

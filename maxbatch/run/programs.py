@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
@@ -27,13 +27,23 @@ from maxbatch.model.attention import choose_implementation
 from maxbatch.model.eight_bits import check_platform
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.run.compile.background import MakeExecutable
+from maxbatch.run.compile.copies import executables
 from maxbatch.run.compile.flags import CHECKSUMS, INIT
 from maxbatch.run.evaluation import Evaluator
 from maxbatch.run.weights.checksums import lower_checksums
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import OptimizerMaker
-from maxbatch.update.state import TrainState, abstract_state, adapted_shapes, init_state
+from maxbatch.update.reproducible.update import ReproducibleUpdate
+from maxbatch.update.state import (
+    TrainState,
+    abstract_state,
+    adapted_shapes,
+    first_model,
+    init_state,
+)
 from maxbatch.update.step import abstract_settings, make_train_step
 
 if TYPE_CHECKING:
@@ -118,6 +128,40 @@ class Programs:
         batch = self.trained_placement.abstract_batch(shape)
         lowered: jax.stages.Lowered = train_step.lower(self.abstract, batch, count, settings)
         return lowered
+
+    def reproducible_update(
+        self, shape: BatchShape, executable: MakeExecutable
+    ) -> ReproducibleUpdate:
+        """Returns the update of `reproducible_sums` for a batch shape, compiled."""
+        return ReproducibleUpdate(
+            self.config,
+            self.mesh,
+            self.abstract,
+            self.placement,
+            shape,
+            self._objective,
+            executable,
+            partial(executables, executable),
+        )
+
+    def first_params(self, executable: MakeExecutable) -> State:
+        """Returns the first parameters, made whole by one device of each host and then sharded.
+
+        So their bits do not depend on the mesh.
+        """
+        device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
+        make = jax.jit(
+            partial(first_model, self.config), out_shardings=SingleDeviceSharding(device)
+        )
+        seed = np.uint32(self.config.init_weights_seed)
+        whole = executable(f"{INIT}-parameters", lambda: make.lower(seed))(seed)
+
+        def sharded(abstract: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+            values = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, abstract.sharding, values.__getitem__)
+
+        params: State = jax.tree.map(sharded, self.abstract.params, whole)
+        return params
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the initial state, from the config's seed; each device makes its

@@ -40,6 +40,7 @@ from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import Position
 from maxbatch.run.folder.sessions import SessionLog, TimePart
 from maxbatch.run.record.board import Board
+from maxbatch.run.record.hashes_log import HashesLog
 from maxbatch.run.record.loggers import TrackedRun, open_loggers, settings_of
 from maxbatch.run.record.own_end import OwnOutput
 from maxbatch.run.record.profiling import Profiler
@@ -60,6 +61,7 @@ from maxbatch.system.errors import (
 )
 from maxbatch.system.storage.watched_files import check_watched
 from maxbatch.system.terminal.folding import counted, folded
+from maxbatch.update.reproducible.hashes import StateHasher
 from maxbatch.update.state import TrainState, num_parameters
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
@@ -306,6 +308,12 @@ class Session(Generic[B]):
             self.config.peak_tflops_per_device,
             self.config.quantization,
         )
+        hashes = None
+        if self._recording.optimizer.reproducible_sums:
+            hasher = StateHasher(self.planned.abstract, self.planned.mesh)
+            hashes = stack.enter_context(
+                closing(HashesLog(self.folder, hasher, self.position.step))
+            )
         return Recorder(
             self._recording,
             self.plan.manager,
@@ -314,6 +322,7 @@ class Session(Generic[B]):
             meter,
             opened,
             self.opened.data.holes,
+            hashes,
         ), show
 
     def _doing(self) -> str:

@@ -20,8 +20,8 @@ _U32 = np.uint32
 # Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their
 # start value.
 _FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
-_POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
-_LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
+POSITION, TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
+LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
 _LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
 _BLOCK = 1 << 16  # rows whose limbs fit a 32-bit sum
 
@@ -53,9 +53,9 @@ def slot_lanes(
     Args:
       places: the slots' places in their row.
     """
-    positions = places.astype(xp.uint32) * _POSITION
+    positions = places.astype(xp.uint32) * POSITION
     parts = (
-        tokens.astype(xp.uint32) * _TOKEN,
+        tokens.astype(xp.uint32) * TOKEN,
         segments.astype(xp.uint32) * _SEGMENT,
         weights.astype(xp.float32).view(xp.uint32) * _WEIGHT,
     )
@@ -66,15 +66,15 @@ def slot_lanes(
             slots = mixed(slots ^ part)
         return slots
 
-    return lane_of(_LANES[0]), lane_of(_LANES[1])
+    return lane_of(LANES[0]), lane_of(LANES[1])
 
 
 def halves_of(sum_0: Array, sum_1: Array) -> tuple[Array, Array]:
     """Returns the low and the high half of a row's hash, from its lanes' sums over the slots."""
     # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows
     # at the same slot.
-    low = mixed(sum_0 ^ mixed(sum_1 + _LANES[0]))
-    high = mixed(sum_1 ^ mixed(low + _LANES[1]))
+    low = mixed(sum_0 ^ mixed(sum_1 + LANES[0]))
+    high = mixed(sum_1 ^ mixed(low + LANES[1]))
     return low, high
 
 

@@ -41,6 +41,7 @@ def make_optimizer(
     settings: UpdateSettings,
     has_experts: bool = False,
     own_optimizer: OptimizerMaker | None = None,
+    decays: Callable[[Tree], Tree] | None = None,
 ) -> optax.GradientTransformation:
     """Makes the optimizer of `opt_type`, or a user's, with one update's settings.
 
@@ -54,6 +55,7 @@ def make_optimizer(
         step for its update, and one with any settings (`AT_REST`) for `init`.
       has_experts: whether some matrices are stacked by layer and by expert.
       own_optimizer: makes a user's optimizer, which replaces `opt_type` and its constants.
+      decays: returns whether each parameter of a tree decays; None: as the config states.
 
     Returns:
       A transformation of averaged and clipped gradients. Every array of the state, except counts,
@@ -81,7 +83,9 @@ def make_optimizer(
     )
     return _with_standard_promotion(
         optax.chain(
-            direction, _decayed(config, decay), optax.scale_by_learning_rate(settings.learning_rate)
+            direction,
+            _decayed(config, decay, decays or partial(is_decayed, config)),
+            optax.scale_by_learning_rate(settings.learning_rate),
         )
     )
 
@@ -90,10 +94,9 @@ AT_REST = UpdateSettings(0.0)
 
 
 def _decayed(
-    config: ModelOptimizerConfig, decay: jax.typing.ArrayLike
+    config: ModelOptimizerConfig, decay: jax.typing.ArrayLike, decays: Callable[[Tree], Tree]
 ) -> optax.GradientTransformation:
     """Adds the weight decay of each parameter; Muon's matrices may have one of their own."""
-    decays = partial(_is_decayed, config)
     if config.opt_type != "muon" or config.muon_weight_decay is None:
         return optax.add_decayed_weights(decay, mask=decays)
 
@@ -376,7 +379,7 @@ def _num_stacked(parameters: Tree) -> Tree:
     return jax.tree.map_with_path(count, parameters)
 
 
-def _is_decayed(config: ModelOptimizerConfig, parameters: Tree) -> Tree:
+def is_decayed(config: ModelOptimizerConfig, parameters: Tree) -> Tree:
     """Returns whether each parameter has weight decay: matrices, or those whose paths no pattern is
     found in.
     """
@@ -384,13 +387,13 @@ def _is_decayed(config: ModelOptimizerConfig, parameters: Tree) -> Tree:
         return _is_matrix(parameters)
     patterns = [re.compile(pattern) for pattern in in_brackets(config.adamw_mask)]
 
-    def is_decayed(path: KeyPath, _: jax.Array) -> bool:
+    def is_unmasked(path: KeyPath, _: jax.Array) -> bool:
         texts = searched_paths(
             [str(name) for name in _names(path) if name is not None], config.decoder_block
         )
         return not any(pattern.search(text) for pattern in patterns for text in texts)
 
-    return jax.tree.map_with_path(is_decayed, parameters)
+    return jax.tree.map_with_path(is_unmasked, parameters)
 
 
 def _is_matrix(parameters: Tree) -> Tree:

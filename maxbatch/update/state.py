@@ -213,6 +213,19 @@ def abstract_state(
     return sharded._replace(average=average_shapes(sharded.params))
 
 
+def first_model(
+    config: DecoderConfig, seed: jax.Array, make_model: ModelMaker | None = None
+) -> State:
+    """Returns the first parameters of a model, inside of a program."""
+    key = jax.random.key(seed)
+    if make_model is None:
+        model: Any = Decoder(config, rngs=nnx.Rngs(params=key))
+    else:
+        model = make_model(rngs=nnx.Rngs(key))
+    params: State = nnx.state(model, nnx.Param)
+    return params
+
+
 def init_state(
     config: UpdateConfig,
     abstract: TrainState,
@@ -226,12 +239,7 @@ def init_state(
     """
 
     def init(seed: jax.Array) -> TrainState:
-        key = jax.random.key(seed)
-        if make_model is None:
-            model: Any = Decoder(config, rngs=nnx.Rngs(params=key))
-        else:
-            model = make_model(rngs=nnx.Rngs(key))
-        params = nnx.state(model, nnx.Param)
+        params = first_model(config, seed, make_model)
         return _started(
             config, params, seed, None if make_model else Balance.from_config(config), own_optimizer
         )

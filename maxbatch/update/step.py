@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class StepMetrics(NamedTuple):
     routing: RoutingMetrics | None  # of a model with experts
     # bool: whether it was skipped as a spike; None where spikes are not skipped
     is_spike: jax.Array | None = None
+    # uint32[devices, arrays, 2]: hashes of the new state (`reproducible_sums`)
+    hashes: jax.Array | None = None
 
 
 def make_train_step(
@@ -134,13 +136,15 @@ def update(
             opt_state = BalancedState(opt_state, totals.routing.counts_E)
             params = balance.with_bias_stepped(params, totals.routing.counts_E)
         return state._replace(
-            params=params, opt_state=opt_state, average=_moved(state.average, params, settings)
+            params=params,
+            opt_state=opt_state,
+            average=moved_average(state.average, params, settings),
         )
 
     # A branch, so that the usual update does not compute the new state twice to check it.
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
-        finite & (own_optimizer is not None or _may_overflow(config, settings)),
+        finite & (own_optimizer is not None or may_overflow(config, settings)),
         lambda *inputs: _all_finite(stepped(*inputs).saved),
         lambda *inputs: jnp.bool_(True),
         state,
@@ -177,7 +181,7 @@ def update(
     )
 
 
-def _moved(average: State | None, params: State, settings: UpdateSettings) -> State | None:
+def moved_average(average: State | None, params: State, settings: UpdateSettings) -> State | None:
     """Returns the averaged parameters after an update: average x b + parameters x (1 - b), b =
     2^-halvings.
     """
@@ -188,13 +192,18 @@ def _moved(average: State | None, params: State, settings: UpdateSettings) -> St
     return moved
 
 
-def _may_overflow(config: ModelOptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
+def may_overflow(
+    config: ModelOptimizerConfig, settings: UpdateSettings, xp: Any = jnp
+) -> jax.Array | bool:
     """Returns whether a finite gradient can give a non-finite state, so that the state must be
     checked.
 
     The gradient's norm is finite, so its values are below 1e20, and with usual settings no
     optimizer's direction reaches 1e32. With rate and decay at most 1, no parameter reaches 1e38 in
     any run.
+
+    Args:
+      xp: jax.numpy, or numpy for numbers on the host.
     """
     has_usual_settings = (
         1e-12 <= config.adam_eps <= 1
@@ -206,9 +215,9 @@ def _may_overflow(config: ModelOptimizerConfig, settings: UpdateSettings) -> jax
     decay = (
         settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     )
-    is_usual = settings.learning_rate * jnp.clip(decay, 1.0, 1e30) <= 1
+    is_usual: jax.Array = settings.learning_rate * xp.clip(decay, 1.0, 1e30) <= 1
     if config.adam_b1 is None or config.adam_b2 is None:  # like usual decays, at most 1 - 1e-6
-        is_usual &= jnp.minimum(settings.adam_b1_halvings, settings.adam_b2_halvings) >= 1.5e-6
+        is_usual &= xp.minimum(settings.adam_b1_halvings, settings.adam_b2_halvings) >= 1.5e-6
     return ~is_usual
 
 

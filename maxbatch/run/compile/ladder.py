@@ -14,12 +14,14 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
-
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 from maxbatch.run.compile.background import Background
+from maxbatch.update.state import TrainState
+from maxbatch.update.step import StepMetrics
 
+# (state, batch, num_micro_batches, settings) -> (state, metrics)
+Update = Callable[..., tuple[TrainState, StepMetrics]]
 LONG_STAGE = 64  # updates from which a stage is worth its own step
 
 
@@ -60,7 +62,7 @@ class StepLadder:
 
     def __init__(
         self,
-        compile_step: Callable[[BatchShape], jax.stages.Compiled],
+        compile_step: Callable[[BatchShape], Update],
         stages: Sequence[Stage],
         all_first: bool = False,
         shapes: Sequence[BatchShape] | None = None,
@@ -68,11 +70,11 @@ class StepLadder:
         self._compile_step = compile_step
         shapes = plan_shapes(stages) if shapes is None else list(shapes)
         self._stages = stages
-        self._ready: dict[BatchShape, jax.stages.Compiled] = {}
+        self._ready: dict[BatchShape, Update] = {}
         self._warm = shapes if all_first else shapes[:1]
         self._later = shapes[len(self._warm) :]
 
-    def compile_first(self) -> list[tuple[BatchShape, jax.stages.Compiled]]:
+    def compile_first(self) -> list[tuple[BatchShape, Update]]:
         """Compiles the initial steps on this thread and returns them for the caller to warm up."""
         for shape in self._warm:
             self._compile(shape)
@@ -118,5 +120,5 @@ class StepLadder:
         )
         return f"compiled for micro-batches of {first} (any stage){others}"
 
-    def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:
+    def __getitem__(self, shape: BatchShape) -> Update:
         return self._ready[shape]

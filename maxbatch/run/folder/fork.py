@@ -31,7 +31,12 @@ from maxbatch.run.folder.position import (
     committed_steps,
     read_record,
 )
-from maxbatch.run.folder.run_folder import REFERENCE_FILE, TRANSCRIPTS_FILE, WARM_START
+from maxbatch.run.folder.run_folder import (
+    HASHES_FILE,
+    REFERENCE_FILE,
+    TRANSCRIPTS_FILE,
+    WARM_START,
+)
 from maxbatch.run.folder.run_id import RUN_FILE, ForkedFrom, RunIdentity, read_identity
 from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.storage.atomic_files import (
@@ -50,7 +55,7 @@ from maxbatch.system.storage.storage import (
 _CONFIG = "config.yml"  # written last: a folder without it is no fork
 _RECORD = "position/metadata"
 # their lines belong to updates
-_LOGS = (METRICS_FILE, TRANSCRIPTS_FILE, ANSWERS_FILE)
+_LOGS = (METRICS_FILE, TRANSCRIPTS_FILE, ANSWERS_FILE, HASHES_FILE)
 
 
 @dataclasses.dataclass(frozen=True)

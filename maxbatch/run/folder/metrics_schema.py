@@ -73,6 +73,9 @@ class Metric(StrEnum):
     LEARNING_RATE = "learning_rate", "real", "", "Learning rate of the update."
     GRAD_NORM = "grad_norm", "real or null", "", "Global norm of the gradient before clipping."
     DATA_FINGERPRINT = "data_fingerprint", "text", "", "Hash of the batch's rows, independent of their order and place."
+    STATE_HASH = (
+        "state_hash", "text or null", "", "Hash of the bits of parameters and moments after the update, with "
+        "`reproducible_sums`.")
     STEP_TIME_S = "step_time_s", "real", "s", "Wall time of the update, evals and saves left out."
     TOKENS = "tokens", "whole", "tokens", "Tokens that the update trained on; padding is none."
     SLOT_SHARE = (

@@ -33,6 +33,7 @@ from maxbatch.system.storage.storage import (
 # of a run that was measured
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")
 SESSIONS_FILE, TRANSCRIPTS_FILE = "sessions.jsonl", "transcripts.jsonl"
+HASHES_FILE = "hashes.jsonl"  # of the arrays of the state, with `reproducible_sums`
 REFERENCE_FILE = "reference.bin"
 WARM_START = "warm_start"  # the run before the first update of reinforcement learning
 _FILES = (
@@ -43,6 +44,7 @@ _FILES = (
     SESSIONS_FILE,
     TRANSCRIPTS_FILE,
     ANSWERS_FILE,
+    HASHES_FILE,
     REFERENCE_FILE,
 )
 TRACKERS_FILE = "trackers.json"  # the run's ids at the loggers

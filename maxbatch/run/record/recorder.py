@@ -19,6 +19,7 @@ from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.folder.metrics_schema import Metric, SkipReason
 from maxbatch.run.folder.position import Position
+from maxbatch.run.record.hashes_log import HashesLog
 from maxbatch.run.task import Dispatched
 from maxbatch.system.errors import DivergedError
 from maxbatch.system.hardware.chips import chip_of, mfu_peak
@@ -96,6 +97,7 @@ class Recorder:
         meter: ThroughputMeter,
         outputs: Sequence[Output],
         holes: Holes = NO_HOLES,
+        hashes: HashesLog | None = None,
     ) -> None:
         self.position, self._holes = position, holes
         self._slots_per_row = slots_per_sample(config)
@@ -106,6 +108,7 @@ class Recorder:
         self._max_skips = config.optimizer.max_consecutive_skips
         self._spike_interval = config.optimizer.skip_step_interval
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
+        self._hashes = hashes
         self._unrecorded: Dispatched | None = None
         self._last_done = time.perf_counter()
 
@@ -126,18 +129,22 @@ class Recorder:
 
         Raises:
           DivergedError: it was the last of `max_consecutive_skips` non-finite updates in a row.
+          TrainingError: copies of the new state differ.
         """
         if self._unrecorded is None:
             return
         update, self._unrecorded = self._unrecorded, None
         metrics = jax.device_get(update.metrics)
         seconds, self._last_done = time.perf_counter() - self._last_done, time.perf_counter()
+        state_hash = None
+        if self._hashes is not None:
+            state_hash = self._hashes.append(update.planned.step, metrics.hashes)
         self._advance(update, metrics)
         evaluated = dict(evaluate() if evaluate else {})
         if isinstance(eval_loss := evaluated.get(Metric.EVAL_LOSS), float):
             best = self.position.best_eval.after(eval_loss, self.position.step)
             self.position = self.position._replace(best_eval=best)
-        record = self._record(update, metrics, seconds) | evaluated
+        record = self._record(update, metrics, seconds, state_hash) | evaluated
         for output in self._outputs:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
@@ -153,7 +160,9 @@ class Recorder:
                 "learning_rate, or look at the data there with `maxbatch data`"
             )
 
-    def _record(self, update: Dispatched, metrics: StepMetrics, seconds: float) -> Record:
+    def _record(
+        self, update: Dispatched, metrics: StepMetrics, seconds: float, state_hash: str | None
+    ) -> Record:
         planned, position, tokens = update.planned, self.position, int(metrics.tokens)
         reason = _skip_reason(metrics)
         slots = update.micro_batch_size * update.num_micro_batches * self._slots_per_row
@@ -168,6 +177,7 @@ class Recorder:
             Metric.LEARNING_RATE: update.learning_rate,
             Metric.GRAD_NORM: float(metrics.grad_norm),
             Metric.DATA_FINGERPRINT: to_hex(metrics.fingerprint),
+            Metric.STATE_HASH: state_hash,
             Metric.TOKENS: tokens,
             Metric.SLOT_SHARE: tokens / slots if slots else None,
             **self._meter(tokens, seconds)._asdict(),
@@ -239,6 +249,8 @@ class Recorder:
         """Makes all records durable; a checkpoint may commit only afterwards."""
         for output in self._outputs:
             output.sync()
+        if self._hashes is not None:
+            self._hashes.sync()
 
 
 def _skip_reason(metrics: StepMetrics) -> SkipReason | None:

@@ -1,0 +1,1 @@
+"""An update that is equal to the last bit on any number of devices (`reproducible_sums`)."""

@@ -1,0 +1,159 @@
+"""Runs with `reproducible_sums` on random layouts have the hashes of one device, to the last bit.
+
+    python -m tests.programs.to_the_bit --runs 30 --seed 1
+
+trains ten updates on 1, 2, 3, 4 or 8 devices of 1, 2 or 4 hosts, over random axes (data, fsdp),
+rows per pass and expansions, with padding or without, with a constant batch or a ramp, in float32
+or bfloat16, some of them stopped in the middle and resumed on another layout, on one core and on
+all. `state_hash`, `loss`, `grad_norm` and `data_fingerprint` of every update are compared with
+those of the same run on one device in one pass. A run that differs ends the search with the command
+that did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.helpers.tiny import TINY_RUN, read_metrics
+
+UPDATES = 10
+_SAME = ("step", "loss", "grad_norm", "data_fingerprint", "gradient_noise_scale", "state_hash")
+_TRAINED = (
+    *TINY_RUN,
+    "reproducible_sums=true",
+    "gradient_noise_scale=true",
+    "learning_rate=1e-3",
+    "packing=false",
+    f"steps={UPDATES}",
+)
+_BATCHES = ("global_batch_size=16", "global_batch_size=24", "batch_size_schedule=0:8 32:16 96:24")
+_FORMS = (
+    ("scan_layers=true",),
+    ("scan_layers=false", "opt_type=sgd"),
+    ("scan_layers=true", "opt_type=lion", "parameter_average_half_life=4Kt"),
+    ("scan_layers=false", "adam_b1_half_life=4Kt", "skip_step_on_spikes=true"),
+)
+_TYPES = ((), ("dtype=bfloat16",), ("dtype=bfloat16", "weight_dtype=bfloat16"))
+
+
+class Layout(NamedTuple):
+    """A part of a run: its last update, and the arguments of its layout."""
+
+    steps: int
+    arguments: tuple[str, ...]
+    is_on_one_core: bool
+
+
+def layout_of(chance: random.Random, steps: int) -> Layout:
+    """Returns a random layout."""
+    num_devices = chance.choice((1, 2, 3, 4, 8))
+    hosts = chance.choice([n for n in (1, 1, 2, 4) if num_devices % n == 0])
+    data = chance.choice([n for n in (1, 2, 3, 4) if num_devices % n == 0])
+    arguments = [
+        f"per_device_batch_size={chance.choice((1, 2, 3, 4, 8))}",
+        "batch_padding=true",
+        f"ici_data_parallelism={data}",
+        *("--simulate-devices", str(num_devices)),
+    ]
+    if hosts > 1:
+        arguments += ["--simulate-hosts", str(hosts)]
+        if chance.random() < 0.4:
+            arguments.append(f"expansion_factor_real_data={hosts}")
+    return Layout(steps, tuple(arguments), chance.random() < 0.5)
+
+
+def train(
+    trained: Sequence[str], layout: Layout, run_dir: Path, limit_s: float
+) -> list[dict[str, Any]] | str:
+    """Trains a part of a run; returns its lines, or how it failed."""
+    arguments = [*trained, f"steps={layout.steps}", *layout.arguments, f"run_dir={run_dir}"]
+    cores = ["taskset", "-c", "0"] if layout.is_on_one_core else []
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*cores, sys.executable, "-m", "maxbatch", "train", *arguments],
+        env={name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        return f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return read_metrics(run_dir)
+
+
+def figures(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Returns the figures of each update that must be the same."""
+    return [[line[name] for name in _SAME] for line in lines]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains on random layouts; returns 0 if every update has the hashes of one device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.to_the_bit",
+        description=" ".join(__doc__.partition("\n\n")[0].split()),
+    )
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a start")
+    asked = parser.parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)
+    chance, begun = random.Random(asked.seed), time.monotonic()
+    whole = Layout(UPDATES, ("per_device_batch_size=24", "--simulate-devices", "1"), False)
+    known: dict[tuple[str, ...], list[list[Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="maxbatch-bits-") as folder:
+        for number in range(1, asked.runs + 1):
+            started = time.monotonic()
+            keys = (*chance.choice(_FORMS), *chance.choice(_TYPES), chance.choice(_BATCHES))
+            trained = (*_TRAINED, *keys)
+            middle = [chance.randrange(2, UPDATES - 1)] if chance.random() < 0.4 else []
+            parts = [layout_of(chance, steps) for steps in (*middle, UPDATES)]
+            run_dir = Path(folder, str(number))
+            lines: list[dict[str, Any]] | str = []
+            if trained not in known:
+                lines = train(trained, whole, Path(folder, f"{number}-whole"), asked.limit)
+                if not isinstance(lines, str):
+                    known[trained] = figures(lines)
+            for part in parts:
+                lines = (
+                    lines if isinstance(lines, str) else train(trained, part, run_dir, asked.limit)
+                )
+            words = [
+                shlex.join(part.arguments) + (" on one core" if part.is_on_one_core else "")
+                for part in parts
+            ]
+            text = f"{shlex.join(keys)}: {f', from update {middle} on '.join(words)}"
+            differing = (
+                []
+                if isinstance(lines, str)
+                else [
+                    expected[0]
+                    for expected, found in zip(known[trained], figures(lines), strict=False)
+                    if expected != found
+                ]
+            )
+            if isinstance(lines, str) or differing or len(lines) != UPDATES:
+                failure = lines if isinstance(lines, str) else f"updates {differing} differ"
+                print(
+                    f"to_the_bit: seed {asked.seed}, run {number}: {text}\n{failure}",
+                    file=sys.stderr,
+                )
+                return 1
+            print(f"{number}/{asked.runs} in {time.monotonic() - started:.1f} s: {text}")
+    seconds = time.monotonic() - begun
+    print(f"all of {asked.runs} runs are those of one device to the last bit; {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

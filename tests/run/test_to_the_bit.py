@@ -1,0 +1,72 @@
+"""With `reproducible_sums`, an update is equal to the last bit on any number of devices."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch.run.pretraining import train
+from tests.helpers.tiny import MEASURED, one_layer_config, read_metrics
+
+pytestmark = pytest.mark.runs
+
+RUN = (
+    "reproducible_sums=true",
+    "packing=false",
+    "global_batch_size=8",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    MEASURED,
+)
+SAME = ("step", "data_fingerprint", "loss", "grad_norm", "gradient_noise_scale", "state_hash")
+PAGE = Path(__file__).parents[2] / "docs/to-the-bit.md"
+
+
+def run(run_dir: Path, devices: int, rows: int, *overrides: str) -> list[dict[str, Any]]:
+    keys = (*RUN, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
+    train(one_layer_config(*keys), jax.devices()[:devices])
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one device in one pass."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    run(run_dir, 1, 8, "steps=4")
+    return run_dir
+
+
+def test_padding_passes_devices_and_a_resume_change_no_bit(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, 3, 1, "steps=2", "batch_padding=true")
+    lines = run(tmp_path, 4, 1, "steps=4", "ici_data_parallelism=2")
+    expected = read_metrics(whole)
+    assert [[line[name] for name in SAME] for line in lines] == [
+        [line[name] for name in SAME] for line in expected
+    ]
+    assert len({line["state_hash"] for line in lines}) == len(lines) == 4
+    hashes = [(path / "hashes.jsonl").read_text() for path in (tmp_path, whole)]
+    assert hashes[0] == hashes[1]
+    arrays = json.loads(hashes[0].splitlines()[0])["hashes"]
+    assert any(name.startswith("params[") for name in arrays)
+    assert any(name.startswith("opt_state[") for name in arrays)
+
+
+def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path: Path) -> None:
+    block = re.search(r'title="state_hash.py"\n(.*?)```', PAGE.read_text(), re.S)
+    assert block is not None
+    script = tmp_path / "state_hash.py"
+    script.write_text(block[1])
+    done = subprocess.run(
+        [sys.executable, script, whole / "checkpoints/4"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == read_metrics(whole)[-1]["state_hash"]
