@@ -186,9 +186,8 @@ def _of_cycle(family: Family, stack: str, cycle: tuple[LayerForm, ...]) -> tuple
 def _of_layer(family: Family, stack: str, form: LayerForm) -> tuple[Parameter, ...]:
     """Returns the parameters of one layer; `stack` is its path."""
     norms = family.norms
-    is_last = family.last_layers is not None and stack.startswith(LAST_LAYERS)
-    hidden = {"hidden": family.last_layers.hidden} if is_last and family.last_layers else {}
-    fed_forward = family.mlp.rows(f"{stack}.mlp", **hidden)
+    last = family.last_layers if stack.startswith(LAST_LAYERS) else None
+    fed_forward = family.mlp.rows(f"{stack}.mlp", last.hidden if last else "mlp")
     if form.has_experts:
         assert family.experts is not None, "the layer has experts"
         fed_forward = family.experts.rows(stack, fed_forward, norms.rows)
