@@ -27,6 +27,7 @@ NUM_DEVICES = {
     "step": 4,
     "process": 1,
     "accumulation": 4,
+    "passes": 1,
     "stages": 1,
     "feed": 4,
     "startup": 1,

@@ -266,6 +266,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
 def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
     assert {key.name for key in KEYS.values() if not key.warm_start} == {
         "steps",  # set to warm_start_steps
+        "max_tokens_per_pass",
         "base_output_directory",
         "run_name",  # the warm start has a run_dir of its own
         "learning_rate_schedule_by",
