@@ -36,10 +36,10 @@ Side = Callable[[], tuple[float, float]]  # an update; returns its loss and grad
 
 def measure(quick: bool) -> list[Measurement]:
     """Ratios of seconds, of an update of conversations and of the learner's part of one of `rl`."""
-    model = QUICK_MODEL if quick else ("max_target_length=512",)
+    model = QUICK_MODEL if quick else ()
     config = load_config(overrides=[*model, *RUN, "gradient_noise_scale=false"])
     length, rng = config.max_target_length, np.random.default_rng(0)
-    lengths = _lengths(rng, 16 if quick else 64, length)
+    lengths = _lengths(rng, 16 if quick else 48, length)
     rows = _rows(rng, lengths, config)
     sides = {
         "update": (_update(config, rows, False), _update(config, rows, True)),
@@ -116,7 +116,7 @@ def _update(config: Config, rows: RowArrays, packs: bool) -> Side:
 def _learner(config: Config, rows: RowArrays, packs: bool) -> Side:
     learner = Learner(config.learner, make_mesh(config))
     state = init_state(config.update, learner.abstract)
-    lengths = token_counts(rows["segments"])
+    lengths = token_counts(rows["segments"])[:, 0]
     rng = np.random.default_rng(1)
     pairs = pair_rows(
         rows["tokens"],

@@ -416,14 +416,16 @@ def _pass_figures(config: Config, plan: BatchPlan, mean: float | None) -> PassFi
 
     batch, budget = plan.global_batch_size_to_train_on, config.max_tokens_per_pass
     assert budget is not None, "it packs"
-    if mean is not None and mean > length:
+    if mean is not None and mean > plan.slots_per_sample:
         raise ConfigError(
-            f"--mean-length {mean:g}: must be at most max_target_length={length}; works: "
-            f"--mean-length {length}"
+            f"--mean-length {mean:g}: must be at most the {plan.slots_per_sample} slots of a "
+            f"sample; works: --mean-length {plan.slots_per_sample}"
         )
     count = num_lengths(batch)
     if mean is not None:
-        lengths: np.ndarray | None = lengths_of_mean(mean, length, count)
+        rows = config.recipe.rows_per_sample
+        drawn = lengths_of_mean(mean / rows, length, rows * count)
+        lengths: np.ndarray | None = drawn.reshape(count, rows)
     else:  # those of responses are not known
         lengths = None if plan.rl else lengths_if_cached(config.stream, count)
     if lengths is None or not lengths.any():

@@ -40,7 +40,6 @@ class Recipe(Section):
       counted: the unit of a batch in lines of progress; "": rows.
       takes_parts: whether a user's own model, loss or stream is possible.
       answers_evals: whether each eval writes answers to held-out questions.
-      shares_rows: whether samples may share rows (`max_tokens_per_pass`).
     """
 
     unit = "sample"
@@ -56,7 +55,6 @@ class Recipe(Section):
     counted = ""
     takes_parts = True
     answers_evals = False
-    shares_rows = True
 
     def __init_subclass__(cls) -> None:
         """Skips fields: a kind's facts are class attributes."""

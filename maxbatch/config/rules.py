@@ -328,7 +328,6 @@ def _check_budget(config: AllKeys, budget: int) -> None:
     """Raises ConfigError for values beside `max_tokens_per_pass` that exclude it."""
     recipe, length = Recipe.of(config), config.max_target_length
     reasons = {
-        f"{recipe.key}, whose {recipe.unit}s do not share rows": not recipe.shares_rows,
         "enable_rampup_batch_size=true, which counts rows of a device (batch_size_schedule ramps a "
         "batch of samples)": config.enable_rampup_batch_size,
         f"num_experts={config.num_experts}, whose terms count rows": _has_experts(config),

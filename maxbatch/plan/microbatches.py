@@ -7,6 +7,7 @@ N devices, p rows per device, M micro-batch, B global batch = M x accumulation s
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -120,9 +121,11 @@ def split_stages(
     stated_ones = stated_stages(config, unit.num_devices)
     split = _padded if config.batch.batch_padding else _split
     if config.batch.max_tokens_per_pass is not None:
-        split = _packed
         # the same pass in all stages, so that one program runs them
-        most_rows = held_rows(config, unit, max(int(stage.batch) for stage in stated_ones))
+        per_sample = config.recipe.rows_per_sample
+        largest = max(int(stage.batch) for stage in stated_ones)
+        most_rows = held_rows(config, unit, per_sample * largest, per_sample)
+        split = functools.partial(_packed, rows_per_sample=per_sample)
     stages = tuple(split(stage, most_rows, unit) for stage in stated_ones)
     current = (
         bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
@@ -166,24 +169,32 @@ def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSt
     return SplitStage(stage.threshold, batch, -(-batch // (passes * unit.rows)) * unit.rows, passes)
 
 
-def _packed(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
+def _packed(
+    stage: StatedStage, most_rows: int, unit: MicrobatchUnit, rows_per_sample: int
+) -> SplitStage:
     """Returns a stage whose samples share rows, in passes of the most rows."""
     batch = int(stage.batch)
-    return SplitStage(stage.threshold, batch, most_rows, -(-batch // most_rows), is_packed=True)
+    passes = -(-batch // (most_rows // rows_per_sample))
+    return SplitStage(stage.threshold, batch, most_rows, passes, is_packed=True)
 
 
-def held_rows(config: PlanConfig, unit: MicrobatchUnit, most: int) -> int:
+def held_rows(config: PlanConfig, unit: MicrobatchUnit, most: int, rows_per_sample: int = 1) -> int:
     """Returns the rows that a pass of `max_tokens_per_pass` holds, in whole units, no more than
-    `most` samples can fill.
+    `most`.
 
     Raises:
-      Refusal: it does not hold a unit.
+      Refusal: it does not hold a unit, or a sample.
     """
     rows = math.floor(pass_rows(config, unit.num_devices)) // unit.rows * unit.rows
-    if not rows:
+    if rows < rows_per_sample:
         key, length = "max_tokens_per_pass", config.length.max_target_length
-        rule = f"x {unit.num_devices} devices must hold at least {unit.rows} rows ({unit})"
-        raise Refusal(config, key, rule, {key: math.ceil(unit.rows_per_device) * length})
+        least = -(-max(unit.rows, rows_per_sample) // unit.rows) * unit.rows
+        rule = f"x {unit.num_devices} devices must hold at least {least} rows ({unit})"
+        if least > unit.rows:
+            rule = f"must hold the {rows_per_sample} rows of a {config.recipe.unit} in one pass"
+        raise Refusal(
+            config, key, rule, {key: math.ceil(Fraction(least, unit.num_devices)) * length}
+        )
     return min(rows, -(-most // unit.rows) * unit.rows)
 
 

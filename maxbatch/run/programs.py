@@ -18,6 +18,7 @@ from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.feed.placement import (
     BATCH_DTYPES,
+    NUMBERED_DTYPES,
     PACKED_DTYPES,
     REFERENCE_DTYPES,
     BatchShape,
@@ -95,21 +96,29 @@ class Programs:
         self._expansion = expansion
         # of a sample a row, such as those of an eval
         self.placement = self._placement(
-            BATCH_DTYPES if objective.reference is None else REFERENCE_DTYPES
+            BATCH_DTYPES if objective.reference is None else REFERENCE_DTYPES,
+            slots_per_sample(config),
         )
-        self.packs = config.max_tokens_per_pass is not None  # samples share rows
-        self.trained_placement = self._placement(PACKED_DTYPES) if self.packs else self.placement
+        # rows that a sample has on its own, if samples share rows; else 0
+        self.packs = config.recipe.rows_per_sample if config.max_tokens_per_pass else 0
+        self.trained_placement = self._packed_placement() if self.packs else self.placement
 
-    def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
-        return Placement(
-            batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes
-        )
+    def _placement(self, dtypes: Mapping[str, np.dtype], length: int) -> Placement:
+        return Placement(batch_sharding(self.mesh), length, self._expansion, dtypes)
+
+    def _packed_placement(self) -> Placement:
+        dtypes = dict(PACKED_DTYPES if self.packs == 1 else NUMBERED_DTYPES)
+        if self._objective.reference is not None:
+            dtypes |= REFERENCE_DTYPES
+        return self._placement(dtypes, self.config.max_target_length)
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
         """Returns the pass that computes the samples' reference, `batch_size` at a time."""
         reference = self._objective.reference
         assert reference is not None, "the objective has one"
-        return reference.make_pass(self.config, self._placement(BATCH_DTYPES), batch_size)
+        return reference.make_pass(
+            self.config, self._placement(BATCH_DTYPES, slots_per_sample(self.config)), batch_size
+        )
 
     @cached_property
     def abstract(self) -> TrainState:

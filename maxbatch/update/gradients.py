@@ -36,7 +36,7 @@ from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.layer_gradients import SummingLayers
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
-from maxbatch.update.packed_rows import sample_hashes
+from maxbatch.update.packed_rows import SHARDS, sample_hashes
 from maxbatch.update.state import ModelMaker
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Objective(NamedTuple):
     weigh: Callable[[Any], jax.Array] = sum_of_weights  # weight_sum of rows, for the balance terms
     make_model: ModelMaker | None = None  # makes the trained model; None: the config's Decoder
     reference: Reference | None = None  # figures of the first parameters, beside the rows
+    rows_per_sample: int = 1  # that a sample has on its own where samples share rows
 
 
 def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
@@ -184,6 +185,7 @@ class Accumulation:
         self._partial_gradients = jax.vmap(
             jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
             in_axes=(None, 0, None, None, 0),
+            axis_name=SHARDS,
             spmd_axis_name="data",
         )
 
@@ -191,11 +193,11 @@ class Accumulation:
             if getattr(rows, "begins", None) is None:
                 hashes = row_hashes(jnp, rows.tokens, rows.segments, rows.weights)
             else:
-                hashes = sample_hashes(rows)
+                hashes = sample_hashes(rows, objective.rows_per_sample)
             limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, hashes))
             return limbs
 
-        self._add_fingerprints = jax.vmap(add_fingerprint, spmd_axis_name="data")
+        self._add_fingerprints = jax.vmap(add_fingerprint, axis_name=SHARDS, spmd_axis_name="data")
 
     def staged(self, params: State, frozen: State | None = None) -> Weights:
         """Returns the parameters in the running order of the layers, for `start` and `add`.
@@ -272,6 +274,9 @@ class Accumulation:
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
         noise_parts_d = sums.noise_parts_d
+        # the shards of samples of several rows have no gradients of their own samples
+        if self.data_shards > 1 and getattr(rows, "numbers", None) is not None:
+            measures_noise = False
         if measures_noise is not False:  # first micro-batch: the sums are its gradients
             first = (accumulator.acc_grads, layers)
             noise_parts_d = jax.lax.cond(

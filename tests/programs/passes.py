@@ -22,7 +22,7 @@ def check_passes(lengths: np.ndarray, row_length: int, rows_per_pass: int) -> No
     """Raises AssertionError if a sample is lost or doubled, or a row or a pass is over its size."""
     passes = Passes.of(lengths, row_length, rows_per_pass)
     slots = np.zeros((passes.num_passes * rows_per_pass, row_length), np.int64)
-    for row, begin, length in zip(passes.row_S, passes.begin_S, lengths, strict=True):
+    for row, begin, length in zip(passes.row_P, passes.begin_P, lengths, strict=True):
         assert begin >= 0 and begin + length <= row_length and 0 <= row < max(1, passes.num_rows)
         if length:
             slots[row, begin : begin + length] += 1
@@ -32,6 +32,25 @@ def check_passes(lengths: np.ndarray, row_length: int, rows_per_pass: int) -> No
     assert slots[: passes.num_rows].any(axis=1).all() and not slots[passes.num_rows :].any()
     again = Passes.of(lengths.tolist(), row_length, rows_per_pass)
     assert all(map(np.array_equal, passes, again))
+
+
+def check_passes_of_pairs(lengths: np.ndarray, row_length: int, rows_per_pass: int) -> None:
+    """Raises AssertionError if one is lost, doubled or in two passes, or a row is over its size.
+
+    Args:
+      lengths: of both answers, [S, 2].
+    """
+    passes = Passes.of(lengths, row_length, rows_per_pass)
+    slots = np.zeros((passes.num_passes * rows_per_pass, row_length), np.int64)
+    for row, begin, length in zip(passes.row_P, passes.begin_P, lengths.reshape(-1), strict=True):
+        assert begin >= 0 and begin + length <= row_length
+        slots[row, begin : begin + length] += 1
+    assert slots.max(initial=0) <= 1 and slots.sum() == lengths.sum()
+    in_pass = passes.row_P.reshape(-1, 2) // rows_per_pass
+    assert (in_pass[:, 0] == in_pass[:, 1]).all()
+    assert passes.num_passes <= -(-len(lengths) // (rows_per_pass // 2))
+    ids = in_pass.reshape(-1) * (2 * len(lengths) + 1) + passes.number_P
+    assert len(np.unique(ids)) == len(ids)
 
 
 def main() -> None:

@@ -125,12 +125,18 @@ class PackedLoader:
     Args:
       stream: source of the samples; None on a host without rows.
       series: the batches ahead.
+      rows_per_sample: rows of the placement's length that a sample has on its own.
     """
 
     def __init__(
-        self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]
+        self,
+        stream: Stream | None,
+        placement: Placement,
+        series: Sequence[BatchSeries],
+        rows_per_sample: int,
     ) -> None:
         self._stream, self._placement = stream, placement
+        self._rows_per_sample = rows_per_sample
         self._reader: Reader | None = None
         if stream is not None and placement.stages_all:
             last = series[-1]
@@ -144,11 +150,12 @@ class PackedLoader:
         length = self._placement.length
         if self._reader is not None:
             samples = self._reader.take(planned.num_rows)
-            passes = Passes.of(token_counts(samples["segments"]), length, shape.micro_batch)
+            counts = token_counts(samples["segments"], self._rows_per_sample)
+            passes = Passes.of(counts, length, shape.micro_batch)
             return self._placement.stage(packed(samples, passes), passes.num_rows, shape), passes
         first, end = planned.first_sample, planned.first_sample + planned.num_rows
-        lengths_S = self._stream.lengths(np.arange(first, end))
-        passes = Passes.of(lengths_S, length, shape.micro_batch)
+        lengths = self._stream.lengths(np.arange(first, end))
+        passes = Passes.of(lengths, length, shape.micro_batch)
         wanted = self._placement.wanted(passes.num_rows, shape)
         here, own = passes.of_rows(self._placement.local_rows(shape)[wanted])
         rows = packed(self._stream.batch(first + here), own)
@@ -181,7 +188,8 @@ class Feed:
       shape_for: returns the shape for a batch, given its stage and whether it is the stage's first;
         the update does not depend on it. With several hosts it must depend on its arguments only,
         so that they agree.
-      packs: whether samples share rows; the placement must have their arrays.
+      packs: rows that a sample has on its own, if samples share rows; the placement must have
+        their arrays. 0: they do not.
     """
 
     def __init__(
@@ -191,7 +199,7 @@ class Feed:
         shape_for: Callable[[Stage, bool], BatchShape],
         placement: Placement,
         first_step: int,
-        packs: bool = False,
+        packs: int = 0,
     ) -> None:
         self._stream, self._manager, self._packs = stream, manager, packs
         self._shape_for, self._placement = shape_for, placement
@@ -229,7 +237,7 @@ class Feed:
         if not series:
             return
         if self._packs:
-            with PackedLoader(self._stream, self._placement, series) as packing:
+            with PackedLoader(self._stream, self._placement, series, self._packs) as packing:
                 for planned, shape in self._shapes():
                     batch, passes = packing.batch(planned, shape)
                     most = shape.max_micro_batches

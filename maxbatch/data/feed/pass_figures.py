@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from maxbatch.data.feed.passes import Passes
 
-_MOST_SAMPLES = 1 << 17  # that are packed for a plan
-_UPDATES = 8
+_MOST_SAMPLES = 1 << 14  # that are packed for a plan
+_UPDATES = 4
+_MOST_TRIED = 16  # budgets
 
 
 class PassFigures(NamedTuple):
@@ -42,32 +44,41 @@ def pass_figures(
     """Returns the figures of updates of `batch` samples.
 
     Args:
-      lengths: tokens of samples in a random order, at least one; those of an update are drawn from
-        them in turn.
+      lengths: tokens of samples in a random order, at least one, as `Passes.of` takes them; those of
+        an update are drawn from them in turn.
       row_length: L.
       rows_per_device: rows of a device in one pass.
     """
-    updates = max(1, len(lengths) // batch)
-    packings = [
-        Passes.of(np.resize(lengths[first:], batch), row_length, 1)
-        for first in range(0, updates * batch, batch)
+    updates = [
+        np.take(lengths, np.arange(first, first + batch), axis=0, mode="wrap")
+        for first in range(0, max(1, len(lengths) // batch) * batch, batch)
     ]
-    tokens = np.array([packing.num_tokens for packing in packings])
-    rows = np.array([packing.num_rows for packing in packings])
+    tokens = sum(int(of_update.sum()) for of_update in updates)
 
-    def share(rows_of_device: int) -> float:
-        in_pass = rows_of_device * num_devices
-        return float(tokens.sum() / (-(-rows // in_pass) * in_pass * row_length).sum())
+    def packings(rows: int) -> list[Passes]:
+        return [Passes.of(of_update, row_length, rows * num_devices) for of_update in updates]
 
-    tried = range(rows_per_device, (rows_per_device + 1) // 2 - 1, -1)
-    best = max(tried, key=share)  # the largest of equals
-    passes = -(-rows // (rows_per_device * num_devices))
+    def again(rows: int) -> list[Passes]:
+        """Returns the passes of another size; rows of samples of one row do not depend on it."""
+        if stated[0].rows_per_sample > 1:
+            return packings(rows)
+        return [packing._replace(rows_per_pass=rows * num_devices) for packing in stated]
+
+    def share(packed: Sequence[Passes]) -> float:
+        slots = sum(p.num_passes * p.rows_per_pass for p in packed) * row_length
+        return tokens / slots
+
+    stated = packings(rows_per_device)
+    least = max((rows_per_device + 1) // 2, -(-stated[0].rows_per_sample // num_devices))
+    step = max(1, (rows_per_device - least) // _MOST_TRIED)
+    tried = {rows: share(again(rows)) for rows in range(rows_per_device, least - 1, -step)}
+    best = max(tried, key=tried.__getitem__)  # the largest of equals
     return PassFigures(
-        float(passes.mean()),
-        float(tokens.sum() / (rows.sum() * row_length)),
-        share(rows_per_device),
+        sum(p.num_passes for p in stated) / len(stated),
+        sum(p.row_share or 0 for p in stated) / len(stated),
+        share(stated),
         best * row_length,
-        share(best),
+        tried[best],
     )
 
 

@@ -58,6 +58,8 @@ class Batch(NamedTuple):
     # int32, 1 + the token that pads a sample's own row at the sample's first token, else 0; None: a
     # sample a row
     begins: Any = None
+    # int32, 1 + k + K x the sample's number in its pass at the tokens of its own row k; None: K = 1
+    numbers: Any = None
 
 
 BATCH_DTYPES = {
@@ -67,6 +69,7 @@ BATCH_DTYPES = {
 }
 REFERENCE_DTYPES = BATCH_DTYPES | {"reference": np.dtype(np.float32)}
 PACKED_DTYPES = BATCH_DTYPES | {"begins": np.dtype(np.int32)}
+NUMBERED_DTYPES = PACKED_DTYPES | {"numbers": np.dtype(np.int32)}
 
 
 class BatchShape(NamedTuple):

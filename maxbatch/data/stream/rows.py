@@ -335,7 +335,8 @@ class RowSource(Protocol):
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays: ...
 
-    def lengths(self, rows_n: Sequence[int]) -> np.ndarray: ...  # int64, tokens of each row
+    # int64: tokens of each row, [n], or of each of its K parts, [n, K]
+    def lengths(self, rows_n: Sequence[int]) -> np.ndarray: ...
 
     # the documents of a row, one for each of its segments; none if rows are computed
     def documents(self, row: int) -> list[RowDocument]: ...

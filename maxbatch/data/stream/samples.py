@@ -29,7 +29,8 @@ class SampleRows(Protocol):
     # the samples with these indices, in their order
     def batch(self, indices: Indices) -> RowArrays: ...
 
-    def lengths(self, indices: Indices) -> np.ndarray: ...  # int64, their numbers of tokens
+    # int64: tokens of each own row of samples, [n] if they have one, else [n, K]
+    def lengths(self, indices: Indices) -> np.ndarray: ...
 
     def stats(self) -> dict[str, object]: ...  # the figures of an epoch
 
@@ -121,11 +122,12 @@ class Mixed:
 
     def lengths(self, indices: Indices) -> np.ndarray:
         source_n, place_n = self._order.at(indices)
-        lengths_n = np.zeros(len(source_n), np.int64)
-        for source in np.unique(source_n).tolist():
-            of_source = source_n == source
-            lengths_n[of_source] = self._epochs[source].lengths(place_n[of_source].tolist())
-        return lengths_n
+        lengths = [
+            self._epochs[source].lengths(place_n[source_n == source].tolist())
+            for source in np.unique(source_n).tolist() or [0]
+        ]
+        place_in_joined_n = np.argsort(np.argsort(source_n, kind="stable"))
+        return np.concatenate(lengths)[place_in_joined_n]
 
     def counts(self, position: int) -> dict[str, int]:
         """Returns the number of samples of each source among samples 0 to position - 1."""

@@ -115,7 +115,9 @@ class Stream:
         return self.batch(range(start, stop))
 
     def lengths(self, indices: Indices) -> np.ndarray:
-        """Returns the numbers of tokens of these samples, int64[n], without reading the tokens."""
+        """Returns the numbers of tokens of these samples without reading the tokens: int64[n], or
+        [n, K] for samples of K rows.
+        """
         return self.samples.lengths(self.holes.own_numbers(indices) if self.holes else indices)
 
     def row(self, index: int) -> SampleOrigin:

@@ -27,6 +27,7 @@ from maxbatch.kinds.pair.scored_answers import (
 )
 from maxbatch.model.decoder import Decoder
 from maxbatch.update.gradients import Objective, ObjectiveSums
+from maxbatch.update.packed_rows import on_one_shard
 
 _LARGEST_MEAN = -1e-6  # of an answer's log-probabilities; the odds of a certain answer are infinite
 
@@ -45,11 +46,17 @@ def preference_objective(config: PreferenceConfig) -> Objective:
         others = {
             name: jax.lax.stop_gradient(jnp.sum(of_M * weights_M)) for name, of_M in totals.items()
         }
-        return ObjectiveSums(jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing)
+        totals_of_pass = ObjectiveSums(
+            jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing
+        )
+        if rows.numbers is not None:  # all shards have all pairs of a pass
+            loss, weight, others = jax.tree.map(on_one_shard, totals_of_pass[:3])
+            totals_of_pass = ObjectiveSums(loss, weight, others, routing)
+        return totals_of_pass
 
     others, weigh = ("margin", "pair_accuracy"), partial(weigh_answers, num_answers=2)
     reference = AnswersReference("pair", 2) if has_reference else None
-    return Objective(sums, others, weigh, reference=reference)
+    return Objective(sums, others, weigh, reference=reference, rows_per_sample=2)
 
 
 def pair_losses(

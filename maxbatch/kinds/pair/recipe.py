@@ -35,7 +35,6 @@ class PairRecipe(TextRecipe):
     counted = "pairs"
     means = ("margin", "pair_accuracy")
     takes_parts = False
-    shares_rows = False
 
     def check(self, config: AllKeys) -> None:
         if config.dpo_algo == "orpo" and config.dpo_label_smoothing:

@@ -66,8 +66,8 @@ class PairRows:
         )
 
     def lengths(self, rows_n: Sequence[int]) -> np.ndarray:
-        lengths_n: np.ndarray = self._length_Sx2[np.asarray(rows_n, np.int64)].sum(axis=1)
-        return lengths_n
+        lengths_nx2: np.ndarray = self._length_Sx2[np.asarray(rows_n, np.int64)]
+        return lengths_nx2
 
     def batch(self, rows_n: Sequence[int]) -> RowArrays:
         row_n = np.asarray(rows_n, np.int64)

@@ -15,6 +15,7 @@ from maxbatch.data.feed.placement import Batch, TokenRows
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums
 from maxbatch.model.loss import token_logprobs_of
+from maxbatch.update.packed_rows import sums_of_samples
 
 
 class ScoredAnswers(NamedTuple):
@@ -40,11 +41,22 @@ class AnswerRows(NamedTuple):
 
 
 def score_answers(
-    decoder: Decoder, rows: TokenRows, batch_shards: int, num_answers: int
+    decoder: Decoder, rows: Batch, batch_shards: int, num_answers: int
 ) -> tuple[ScoredAnswers, RoutingSums | None]:
     """Returns the answers of M samples, and the routing sums over their rows if the decoder has
     experts.
+
+    Where samples share rows, M is the most samples that a pass may hold, and all shards of the data
+    axis have all of them.
     """
+    if rows.numbers is not None:
+        x, routing = decoder.hidden(rows.tokens, rows.segments)
+        scores = token_logprobs_of(decoder, x, rows.tokens, batch_shards=batch_shards)
+        summed = (
+            sums_of_samples(of_tokens, rows.numbers, num_answers)
+            for of_tokens in (scores.logprobs_MxL * rows.weights, rows.weights)
+        )
+        return ScoredAnswers(*summed), routing
     of_answers = rows_of_answers(rows, num_answers)
     x, routing = decoder.hidden(of_answers.tokens, of_answers.segments)
     scores = token_logprobs_of(decoder, x, of_answers.tokens, batch_shards=batch_shards)
@@ -75,6 +87,8 @@ def sum_by_answer(logprobs: jax.Array, weights: jax.Array, num_answers: int) -> 
 
 def reference_of(rows: Batch, num_answers: int) -> jax.Array:
     """Returns the log-probabilities of the answers under the reference, float32[M, K]."""
+    if rows.numbers is not None:
+        return sums_of_samples(rows.reference, rows.numbers, num_answers)
     return jnp.sum(_by_answer(rows.reference, num_answers), axis=1).reshape(-1, num_answers)
 
 

@@ -35,7 +35,19 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
         [s.micro_batch_size_to_train_on for s in some] for some in (stages, long_stages)
     )
     micro_batches = dict.fromkeys((math.gcd(*sizes), *long_sizes))
-    return [BatchShape(m, -(-largest_batch(m, stages) // m)) for m in micro_batches]
+    return [BatchShape(m, _most_passes(m, stages)) for m in micro_batches]
+
+
+def _most_passes(micro_batch: int, stages: Sequence[Stage]) -> int:
+    """Returns the micro-batches that the largest batch takes; samples of several rows that share
+    them may take more than their number.
+    """
+    planned = [
+        s.gradient_accumulation_steps
+        for s in stages
+        if s.micro_batch_size_to_train_on == micro_batch
+    ]
+    return max(-(-largest_batch(micro_batch, stages) // micro_batch), *planned, 1)
 
 
 def largest_batch(micro_batch: int, stages: Sequence[Stage]) -> int:

@@ -125,6 +125,33 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("devices", "budget", "keys"),
+    [(1, 2 * LENGTH, ()), (4, LENGTH, ("ici_data_parallelism=2",))],
+)
+def test_answers_that_share_rows_and_passes_train_the_same_pairs(
+    run: Run, whole: list[Record], devices: int, budget: int, keys: tuple[str, ...]
+) -> None:
+    shared = run(
+        f"passes-{devices}",
+        devices,
+        f"max_tokens_per_pass={budget}",
+        "steps=4",
+        "eval_interval=-1",
+        "eval_fraction=0.1",
+        "checkpoint_period=1000",
+        *keys,
+    )
+    for ours, theirs in zip(shared, whole, strict=False):
+        assert ours["data_fingerprint"] == theirs["data_fingerprint"]
+        for name, tolerance in (("loss", 2e-4), ("margin", 2e-4), ("grad_norm", 3e-4)):
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=1e-5), name
+        assert ours["loss_weight"] == 6
+        # first margins are 0, but for rounding
+        assert ours["step"] == 1 or ours["pair_accuracy"] == theirs["pair_accuracy"]
+        assert ours["slot_share"] <= ours["row_share"] <= 1
+
+
 def test_pairs_that_one_epoch_leaves_out_have_their_reference_in_the_next(
     run: Run, folder: Path
 ) -> None:
