@@ -17,6 +17,7 @@ from maxbatch.around.pages.page import Page, details, heading, paragraph, table
 from maxbatch.around.pages.plots import Figure, loads_over_time
 from maxbatch.around.pages.sweep_section import add_sweep
 from maxbatch.around.report.goodput import goodput_line, goodput_section, to_json
+from maxbatch.around.report.hashes import hash_lines
 from maxbatch.around.report.marks_section import marks_lines, marks_section
 from maxbatch.around.report.runs import (
     FIRST_UPDATES,
@@ -138,6 +139,10 @@ def run(args: argparse.Namespace) -> int:
             note(f"{run.name}: {line}")
         for line in marks_lines(run):
             note(line)
+    for line in hash_lines(
+        [run for folder in folders if folder.sweep is None for run in folder.runs]
+    ):
+        note(line)
     print(printable(str(output)), flush=True)
     if args.watch:
         _watch(paths, output, args.watch, drawn)
@@ -270,6 +275,7 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             )
         )
     page.add(*marks_section(runs))
+    page.add(*(paragraph(line) for line in hash_lines(runs)))
     for thinned in (run for run in runs if len(run.drawn) < len(run.drawable)):
         page.add(
             paragraph(

@@ -4,10 +4,10 @@
 
 trains ten updates on 1, 2, 3, 4 or 8 devices of 1, 2 or 4 hosts, over random axes (data, fsdp),
 rows per pass and expansions, with padding or without, with a constant batch or a ramp, in float32
-or bfloat16, some of them stopped in the middle and resumed on another layout, on one core and on
-all. `state_hash`, `loss`, `grad_norm` and `data_fingerprint` of every update are compared with
-those of the same run on one device in one pass. A run that differs ends the search with the command
-that did.
+or bfloat16, on text or chats, packed or not, some of them stopped in the middle and resumed on
+another layout, on one core and on all. `state_hash`, `loss`, `grad_norm` and `data_fingerprint` of
+every update are compared with those of the same run on one device in one pass. A run that differs
+ends the search with the command that did.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.helpers.chats import write_jsonl
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 UPDATES = 10
@@ -33,7 +34,6 @@ _TRAINED = (
     "reproducible_sums=true",
     "gradient_noise_scale=true",
     "learning_rate=1e-3",
-    "packing=false",
     f"steps={UPDATES}",
 )
 _BATCHES = ("global_batch_size=16", "global_batch_size=24", "batch_size_schedule=0:8 32:16 96:24")
@@ -43,6 +43,7 @@ _FORMS = (
     ("scan_layers=true", "opt_type=lion", "parameter_average_half_life=4Kt"),
     ("scan_layers=false", "adam_b1_half_life=4Kt", "skip_step_on_spikes=true"),
 )
+_PACKING = ("packing=true", "packing=false")
 _TYPES = ((), ("dtype=bfloat16",), ("dtype=bfloat16", "weight_dtype=bfloat16"))
 
 
@@ -52,6 +53,16 @@ class Layout(NamedTuple):
     steps: int
     arguments: tuple[str, ...]
     is_on_one_core: bool
+
+
+def _chats(folder: Path) -> tuple[str, ...]:
+    """Writes records of questions and answers; returns the arguments that train on them."""
+    lengths, path = random.Random(0), folder / "chats.jsonl"
+    asked = [f"q{i} " + "a" * lengths.randrange(6) for i in range(400)]
+    records = [{"prompt": q, "completion": "b" * lengths.randrange(1, 12)} for q in asked]
+    write_jsonl(path, records)
+    cache = f"data_cache_dir={folder / 'cache'}"
+    return ("use_sft=true", "dataset_type=jsonl", f"dataset_path={path}", cache)
 
 
 def layout_of(chance: random.Random, steps: int) -> Layout:
@@ -112,9 +123,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = Layout(UPDATES, ("per_device_batch_size=24", "--simulate-devices", "1"), False)
     known: dict[tuple[str, ...], list[list[Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="maxbatch-bits-") as folder:
+        kinds = ((), _chats(Path(folder)))
         for number in range(1, asked.runs + 1):
             started = time.monotonic()
-            keys = (*chance.choice(_FORMS), *chance.choice(_TYPES), chance.choice(_BATCHES))
+            keys = (
+                *chance.choice(kinds),
+                *chance.choice(_FORMS),
+                *chance.choice(_TYPES),
+                chance.choice(_PACKING),
+                chance.choice(_BATCHES),
+            )
             trained = (*_TRAINED, *keys)
             middle = [chance.randrange(2, UPDATES - 1)] if chance.random() < 0.4 else []
             parts = [layout_of(chance, steps) for steps in (*middle, UPDATES)]
