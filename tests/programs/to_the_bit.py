@@ -34,6 +34,9 @@ _TRAINED = (
     "reproducible_sums=true",
     "gradient_noise_scale=true",
     "learning_rate=1e-3",
+    # a part of a run is shorter, and the other schedules follow its length
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
     f"steps={UPDATES}",
 )
 _BATCHES = ("global_batch_size=16", "global_batch_size=24", "batch_size_schedule=0:8 32:16 96:24")
