@@ -23,6 +23,7 @@ RUN = (
     "global_batch_size=8",
     "learning_rate_schedule=constant",
     "warmup_steps_fraction=0",
+    "adam_b1_half_life=4Kt",
     MEASURED,
 )
 SAME = ("step", "data_fingerprint", "loss", "grad_norm", "gradient_noise_scale", "state_hash")

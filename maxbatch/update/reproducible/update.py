@@ -301,7 +301,12 @@ class ReproducibleUpdate:
         is_state_finite = True
         if may_overflow(self._config.optimizer, settings, np):
             tried = step_pieces(jax.device_put(np.bool_(True), first))
-            here = [piece.is_finite for of_group in jax.tree.leaves(tried) for piece in of_group]
+            here = [
+                piece.is_finite
+                for groups in tried.values()
+                for pieces_of_group in groups
+                for piece in pieces_of_group
+            ]
             is_state_finite = all(gather(bool(np.all(jax.device_get(here)))))
         decided: Decided = self._decide[first](
             measured, np.bool_(is_state_finite), _on(first, state.spikes)
