@@ -60,6 +60,7 @@ Activations = Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu",
 RematPolicy = Literal[
     "none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"
 ]
+ContextStrategy = Literal["all_gather", "ring", "ulysses"]
 Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
 STORES = ("tokens", "megatron")  # types of data that are token ids already
@@ -445,6 +446,11 @@ class ModelConfig(Section, changes="the model's computation"):
     weight_dtype: FloatType = key("float32", "parameters and optimizer state: float32 | bfloat16", STATE)
     attention: Literal["auto", "dot_product", "cudnn", "splash"] = key("auto", "auto (splash on TPU, cudnn on GPU, "
         "where dtype and shapes allow; else dot_product) | dot_product | cudnn | splash", PROGRAM)
+    context_parallel_strategy: ContextStrategy = key("all_gather", "how attention reads rows split over the context "
+        "axis: all_gather (all keys on every device) | ring (keys go around) | ulysses (heads split in place of rows)",
+        PROGRAM)
+    context_parallel_load_balance: bool = key(False,
+        "ring: every device attends from an early and a late part of each row, so all have as much to do", PROGRAM)
     scan_layers: bool = key(False,
         "true: one compiled layer in a loop (compiles faster); false: unrolled (runs faster on CPU)", PROGRAM)
     init_weights_seed: int = key(0, "seed of the parameters", STATE, SEED)

@@ -7,6 +7,7 @@ sampling, B rows, T new tokens, G = H / K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.family import FAMILIES
@@ -23,12 +25,19 @@ from maxbatch.model.cache import Cache, NewTokens, Room
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, join_heads, product
+from maxbatch.model.ring_attention import ring_attend
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import PLAIN, ScoreRules, growth_at, soft_capped
 from maxbatch.model.segments import Slots, places_in_segments
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
-from maxbatch.parallel.sharding import Constrain, unconstrained
+from maxbatch.parallel.sharding import (
+    OVER_HEADS,
+    Constrain,
+    LogicalAxes,
+    num_shards,
+    unconstrained,
+)
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
@@ -71,6 +80,16 @@ def implementation_on(config: DecoderConfig, constrain: Constrain) -> Kernel:
     return choose_implementation(config, constrain.platform, constrain.mesh.shape.get("context", 1))
 
 
+def rules_on(config: DecoderConfig, rules: ScoreRules, constrain: Constrain) -> ScoreRules:
+    """Returns the rules of scores with the strategy for rows that a mesh splits."""
+    if constrain.mesh is None or constrain.mesh.shape.get("context", 1) == 1:
+        return rules
+    return rules._replace(
+        strategy=config.context_parallel_strategy,
+        is_balanced=config.context_parallel_load_balance,
+    )
+
+
 def attend(
     q_MxLxHxh: jax.Array,
     k_MxLxKxh: jax.Array,
@@ -89,6 +108,14 @@ def attend(
     https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so
     is the result.
     """
+    if scores.strategy == "ring":
+        return ring_attend(
+            q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores, sinks_H
+        )
+    if scores.strategy == "ulysses":
+        return attend_by_heads(
+            q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores, sinks_H
+        )
     if scores.implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
     mask = (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
@@ -114,6 +141,48 @@ def attend(
         scale=scores.scale,
         implementation="cudnn" if scores.implementation == "cudnn" else "xla",
     )[..., :num_values]
+
+
+def attend_by_heads(
+    q_MxLxHxh: jax.Array,
+    k_MxLxKxh: jax.Array,
+    v_MxLxKxh: jax.Array,
+    segments_MxL: jax.Array,
+    constrain: Constrain,
+    scores: ScoreRules,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """Returns what `attend` does, of rows that are split over the context axis: every device
+    attends with some heads of whole rows.
+
+    Two all-to-alls exchange the split of the length for one of the heads, and back (DeepSpeed
+    Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). Key heads that are too few for
+    it are repeated.
+    """
+    assert constrain.mesh is not None, "rows are split over devices"
+    shards = num_shards(constrain.mesh, ("tensor", "context"))
+    repeats = shards // math.gcd(k_MxLxKxh.shape[2], shards)
+    if repeats > 1:
+        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
+    q, k, v = (
+        constrain(x, ("batch", None, OVER_HEADS, "head_dim"))
+        for x in (q_MxLxHxh, k_MxLxKxh, v_MxLxKxh)
+    )
+    segments = constrain(segments_MxL, ("batch", None))
+    whole = scores._replace(strategy="all_gather")
+    attended = attend(q, k, v, segments, whole, _of_whole_rows(constrain), sinks_H)
+    attended = constrain(attended, ("batch", None, OVER_HEADS, "head_dim"))
+    return constrain(attended, ("batch", "length", "heads", "head_dim"))
+
+
+def _of_whole_rows(constrain: Constrain) -> Constrain:
+    """Returns the constraint inside of attention whose heads are split in place of rows."""
+    names = {"length": None, "heads": OVER_HEADS, "kv_heads": OVER_HEADS}
+
+    def spec(shape: tuple[int, ...], axes: LogicalAxes) -> PartitionSpec:
+        return constrain.spec(shape, tuple(names.get(axis, axis) for axis in axes))
+
+    return Constrain(constrain.mesh, spec)
 
 
 def _attend_plainly(
@@ -286,7 +355,9 @@ class Attention(nnx.Module):
         if config.query_weights_scaled:
             scale = 1.0
         rules: type[ScoreRules] = form.scores_class(config)
-        self.scores = rules(scale, config.attn_logits_soft_cap, form.window(config))
+        self.scores = rules_on(
+            config, rules(scale, config.attn_logits_soft_cap, form.window(config)), constrain
+        )
         self.rotates_neighbours = form.rotates_neighbours
         self.norms_rotated = config.use_qk_norm and form.qk_norm_over == "rotated"
         self.grows = config.temperature_tuning

@@ -20,7 +20,7 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES, attention_widths
-from maxbatch.model.attention import attend, attend_to_cache, implementation_on
+from maxbatch.model.attention import attend, attend_to_cache, implementation_on, rules_on
 from maxbatch.model.cache import Cache, NewTokens, Room
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
@@ -50,7 +50,8 @@ class LatentAttention(nnx.Module):
         self.query_down_norm = norm_of(config, f"{name}.query_down_norm", _EPSILON)
         self.latent_norm = norm_of(config, f"{name}.latent_norm", _EPSILON)
         self.rotated, self.unrotated = config.qk_rope_head_dim, config.qk_nope_head_dim
-        self.scores = ScoreRules(_scale(config), config.attn_logits_soft_cap)
+        rules = ScoreRules(_scale(config), config.attn_logits_soft_cap)
+        self.scores = rules_on(config, rules, constrain)
         self.constrain, self.quantization = constrain, config.quantization
         self.implementation = implementation_on(config, constrain)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbatch.config.sections import ContextStrategy
 from maxbatch.families.forms.attention import GROWTH_FACTOR, GROWTH_TOKENS
 from maxbatch.plan.program import Kernel
 
@@ -20,6 +21,8 @@ class ScoreRules(NamedTuple):
     # whether the layer is local; traced where a loop runs layers of both kinds
     is_local: jax.Array | bool = False
     implementation: Kernel = "dot_product"
+    strategy: ContextStrategy = "all_gather"  # of rows that the context axis splits
+    is_balanced: bool = False  # whether a ring deals rows out in balance
 
     def in_window(self, distances: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns whether a layer that may be local sees tokens at these distances.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.scores import PLAIN, ScoreRules
 from maxbatch.parallel.remat import CONTEXT
-from maxbatch.parallel.sharding import Constrain
+from maxbatch.parallel.sharding import Constrain, num_shards
 from maxbatch.plan.program import LANES
 
 # queries by keys: scores of 1 MiB in float32, a small part of any TPU's vector memory
@@ -63,7 +63,8 @@ def splash_attend(
     if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
         repeats = heads // k_MxLxKxh.shape[2]
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
-    shards = mesh.shape[context] if context else 1, mesh.shape[tensor] if tensor else 1
+    over_heads = (tensor,) if isinstance(tensor, str) else tensor or ()
+    shards = mesh.shape[context] if context else 1, num_shards(mesh, over_heads)
 
     scale = scores.scale or head_dim**-0.5
 

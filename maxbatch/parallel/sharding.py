@@ -35,6 +35,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     **dict.fromkeys((*WHOLE, *SUMMED), None),
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
+OVER_HEADS = "over_heads"  # heads split in place of the length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,8 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
 
     Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already,
     which is none of them. They also split `OVER_ROWS`: a dimension of an array that has the rows of
-    the whole batch on every device.
+    the whole batch on every device. `OVER_HEADS` are heads of whole rows, which the context axis
+    splits too.
     """
 
     def axes_of(name: str, size: int) -> tuple[str, ...] | str | None:
@@ -108,6 +110,9 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
             return batch_axes
         if name == OVER_ROWS:
             axes = (*batch_axes, "tensor")
+            return axes if size % num_shards(mesh, axes) == 0 else None
+        if name == OVER_HEADS:
+            axes = ("tensor", "context")
             return axes if size % num_shards(mesh, axes) == 0 else None
         axis = ACTIVATION_RULES[name]
         return axis if axis and size % mesh.shape[axis] == 0 else None

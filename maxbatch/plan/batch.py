@@ -27,7 +27,7 @@ from maxbatch.plan.mesh_shape import (
 )
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.place import Place
-from maxbatch.plan.program import check_attention
+from maxbatch.plan.program import check_attention, check_context_strategy
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.reproducible import check_reproducible, whole_bytes
@@ -182,6 +182,7 @@ class BatchPlan:
         check_model_fits(config, meshes.training)
         check_sampler_fits(config, meshes.sampling)
         check_attention(config, meshes.training.sizes["context"])
+        check_context_strategy(config, meshes.training.sizes)
 
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import ModelConfig
+from maxbatch.families.cycle import cycle_of
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.matrices import attention_widths
 from maxbatch.plan.refusal import Refusal
@@ -32,13 +33,17 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
         not FAMILIES[model.decoder_block].attention.has_sinks,
         f"have no sinks, and decoder_block={model.decoder_block}",
     )
-    block = f"{LANES} x {context} context shards" if context > 1 else LANES
+    has_ring = context > 1 and model.context_parallel_strategy == "ring"
+    no_ring = (not has_ring, "see keys in one place, and context_parallel_strategy=ring moves them")
+    shards = 1 if model.context_parallel_strategy == "ulysses" else context
+    block = f"{LANES} x {shards} context shards" if shards > 1 else LANES
     return {
         "splash": [
             (
-                length % (LANES * context) == 0,
+                length % (LANES * shards) == 0,
                 f"have max_target_length={length} divisible by {block}",
             ),
+            no_ring,
             no_sinks,
         ],
         # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
@@ -50,8 +55,8 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
             ),
             (length % 2 == 0, f"have max_target_length={length} even"),
             (
-                context == 1,
-                f"have the whole length on a device, and the context axis has {context}",
+                shards == 1,
+                f"have the whole length on a device, and the context axis has {shards}",
             ),
             (not cap, f"have attn_logits_soft_cap=0, not {cap:g}"),
             no_sinks,
@@ -68,3 +73,35 @@ def check_attention(config: PlanConfig, context: int) -> None:
     broken = [rule for holds, rule in rules[kernel] if not holds]
     if broken:
         raise Refusal(config, "attention", f"must {broken[0]}", {"attention": "auto"})
+
+
+def check_context_strategy(config: PlanConfig, sizes: Mapping[str, int]) -> None:
+    """Raises Refusal for a strategy that cannot split attention over a context axis.
+
+    Args:
+      sizes: of the mesh's axes.
+    """
+    model, context = config.model, sizes["context"]
+    strategy, length = model.context_parallel_strategy, config.length.max_target_length
+    balance = model.context_parallel_load_balance
+
+    def refuse(key: str, rule: str, **works: str) -> Refusal:
+        return Refusal(config, key, rule, works)
+
+    if balance and strategy == "all_gather" and context > 1:
+        rule = "must be false with context_parallel_strategy=all_gather, which keeps rows in order"
+        raise refuse("context_parallel_load_balance", rule, context_parallel_strategy="ring")
+    if strategy == "all_gather" or context == 1:
+        return
+    if any(form.attention.state_operations(model) is not None for form in cycle_of(model)):
+        rule = f"must be all_gather for decoder_block={model.decoder_block}, whose states need rows"
+        raise refuse("context_parallel_strategy", rule, context_parallel_strategy="all_gather")
+    heads, shards = model.base_num_query_heads, sizes["tensor"] * context
+    if strategy == "ulysses" and heads % shards:
+        rule = (
+            f"must be all_gather or ring for {heads} heads on tensor x context = {shards} devices"
+        )
+        raise refuse("context_parallel_strategy", rule, context_parallel_strategy="ring")
+    if strategy == "ring" and balance and length % (2 * context):
+        rule = f"must be false for max_target_length={length} on {context} devices: each has 2 parts"
+        raise refuse("context_parallel_load_balance", rule, context_parallel_load_balance="false")

@@ -1,0 +1,393 @@
+"""Ring attention: rows split over devices, whose keys and values go around them.
+
+Every device keeps its queries. The keys and values of each device visit all n devices, and each
+visit updates the softmaxes (Liu et al. 2023, https://arxiv.org/abs/2310.01889). No device ever
+holds the keys of a whole row. The backward pass goes around once more, and the gradients of keys
+and values travel with them.
+
+In a causal row the queries of the first device see one share of n, those of the last one all of
+them. A balanced ring deals each row out in 2n parts: device i attends from parts i and 2n - 1 - i,
+which together see as much on every device. The parts travel there and back inside of this module;
+nothing else sees another order.
+
+Shapes: M micro-batch, L length of a row, l of a device's share, p of a part, H query heads, K key
+and value heads, G = H / K, h head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.model.scores import ScoreRules, soft_capped
+from maxbatch.parallel.sharding import Constrain
+
+T = TypeVar("T")
+_HIDDEN = -1e30  # the score of a token that is not seen
+
+
+def ring_attend(
+    q_MxLxHxh: jax.Array,
+    k_MxLxKxh: jax.Array,
+    v_MxLxKxh: jax.Array,
+    segments_MxL: jax.Array,
+    constrain: Constrain,
+    scores: ScoreRules,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Returns causal attention within segments, as `attend` of attention.py does, with rows split
+    over the axis `context`.
+
+    If the tensor axis splits the query heads and cannot split the key heads, these are repeated.
+
+    Args:
+      constrain: with a mesh, whose context axis splits L, in a balanced ring into even shares.
+    """
+    mesh = constrain.mesh
+    assert mesh is not None, "a ring has devices"
+    batch, context, tensor, _ = constrain.spec(
+        q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim")
+    )
+    if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
+        repeats = q_MxLxHxh.shape[2] // k_MxLxKxh.shape[2]
+        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
+    if sinks_H is None:
+        sinks_H = jnp.full(q_MxLxHxh.shape[2], _HIDDEN, jnp.float32)
+
+    is_local = jnp.asarray(scores.is_local)  # traced where a loop runs layers of both kinds
+    ring = _Ring(
+        context,
+        mesh.shape[context],
+        scores._replace(
+            scale=scores.scale or q_MxLxHxh.shape[-1] ** -0.5,
+            is_local=scores.is_local is not False,
+        ),
+    )
+    of_heads, of_tokens = P(batch, context, tensor, None), P(batch, context)
+    attended: jax.Array = jax.shard_map(
+        partial(_attend_here, ring),
+        mesh=mesh,
+        in_specs=(of_heads, of_heads, of_heads, of_tokens, P(tensor), P()),
+        out_specs=of_heads,
+        check_vma=False,  # custom gradients do not say over which axes they vary
+    )(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, sinks_H.astype(jnp.float32), is_local)
+    return attended
+
+
+class _Ring(NamedTuple):
+    """The devices of a ring, and the rules of its scores."""
+
+    axis: str
+    size: int
+    scores: ScoreRules  # with a scale; `is_local` is whether any layer may be
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of a device's share."""
+        return 2 if self.scores.is_balanced else 1
+
+    def parts(self, tree: T, axis: int = 1) -> list[T]:
+        """Returns the parts of arrays of a share."""
+        split = [jnp.split(x, self.num_parts, axis=axis) for x in jax.tree.leaves(tree)]
+        return [
+            jax.tree.unflatten(jax.tree.structure(tree), part) for part in zip(*split, strict=True)
+        ]
+
+    def starts(self, device: jax.Array, part_tokens: int) -> list[jax.Array]:
+        """Returns the place in the row of the first token of each part of a device."""
+        numbers = [device, 2 * self.size - 1 - device][: self.num_parts]
+        return [number * part_tokens for number in numbers]
+
+    def sent(self, tree: T) -> T:
+        """Returns what the device before had."""
+        following = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, following), tree)
+
+    def dealt(self, x: jax.Array) -> jax.Array:
+        """Returns this device's parts, from the shares of the row in order; tokens on axis 1."""
+        if self.num_parts == 1:
+            return x
+        halves = zip(jnp.split(x, 2, axis=1), self._moves, strict=True)
+        even, odd = (jax.lax.ppermute(half, self.axis, moves) for half, moves in halves)
+        return self._in_turn(even, odd)
+
+    def collected(self, x: jax.Array) -> jax.Array:
+        """Returns this device's share of the row, from the parts of all; undoes `dealt`."""
+        if self.num_parts == 1:
+            return x
+        even, odd = jnp.split(self._in_turn(*jnp.split(x, 2, axis=1)), 2, axis=1)
+        halves = [
+            jax.lax.ppermute(half, self.axis, [(to, start) for start, to in moves])
+            for half, moves in zip((even, odd), self._moves, strict=True)
+        ]
+        return jnp.concatenate(halves, axis=1)
+
+    @property
+    def _moves(self) -> list[list[tuple[int, int]]]:
+        """The way of each device's first half, a part with an even number, and of its second."""
+        last = 2 * self.size - 1
+        return [
+            [(i, min(2 * i + half, last - 2 * i - half)) for i in range(self.size)]
+            for half in (0, 1)
+        ]
+
+    def _in_turn(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        """Returns two parts, the other way around on devices with odd numbers: their first part
+        has an odd number.
+        """
+        is_even = jax.lax.axis_index(self.axis) % 2 == 0
+        return jnp.concatenate(
+            [jnp.where(is_even, first, second), jnp.where(is_even, second, first)], axis=1
+        )
+
+    def around(self, visit: Callable[[T, _Keys, jax.Array], T], state: T, keys: _Keys) -> T:
+        """Returns the state after the visits of all devices' keys, this device's own first.
+
+        Args:
+          visit: (state, keys, their device) -> state.
+        """
+        device = jax.lax.axis_index(self.axis)
+
+        def turn(number: jax.Array, carried: tuple[T, _Keys]) -> tuple[T, _Keys]:
+            state, keys = carried
+            keys = self.sent(keys)
+            return visit(state, keys, (device - number) % self.size), keys
+
+        state = visit(state, keys, device)
+        return jax.lax.fori_loop(1, self.size, turn, (state, keys))[0]
+
+
+class _Keys(NamedTuple):
+    """What goes around a ring."""
+
+    k_MxlxKxh: jax.Array
+    v_MxlxKxh: jax.Array
+    segments_Mxl: jax.Array
+
+
+class _Queries(NamedTuple):
+    q_MxlxHxh: jax.Array
+    segments_Mxl: jax.Array
+
+
+class _Seen(NamedTuple):
+    """The softmaxes of queries over the keys that were seen so far, in float32."""
+
+    peak_MxKxGxp: jax.Array  # the largest scores
+    sum_MxKxGxp: jax.Array  # of exp(score - peak)
+    values_MxKxGxpxh: jax.Array  # the sum of exp(score - peak) x value
+
+
+class _Place(NamedTuple):
+    """Where in the row the first query and the first key of two parts are."""
+
+    query: jax.Array
+    key: jax.Array
+    is_local: jax.Array
+
+
+def _attend_here(
+    ring: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array,
+    is_local: jax.Array,
+) -> jax.Array:
+    """Returns the attention of this device's share of each row, inside of `shard_map`."""
+    q, k, v, segments = (ring.dealt(x) for x in (q, k, v, segments))
+    return ring.collected(_attended(ring, q, k, v, segments, sinks_H, is_local))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attended(
+    ring: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array,
+    is_local: jax.Array,
+) -> jax.Array:
+    return _forward(ring, q, k, v, segments, sinks_H, is_local)[0]
+
+
+def _forward(
+    ring: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array,
+    is_local: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the attention, and what its gradient needs."""
+    rows, share, heads, _ = q.shape
+    kv_heads, part_tokens = k.shape[2], share // ring.num_parts
+    by_head = (rows, kv_heads, heads // kv_heads, part_tokens)
+    peak = jnp.broadcast_to(sinks_H.reshape(1, *by_head[1:3], 1), by_head)
+    # A sink is a key without a value. One that is hidden adds nothing beside a score.
+    seen = _Seen(peak, jnp.ones(by_head), jnp.zeros((*by_head, v.shape[-1])))
+    queries = ring.parts(_Queries(q, segments))
+    starts = ring.starts(jax.lax.axis_index(ring.axis), part_tokens)
+
+    def visit(all_seen: list[_Seen], keys: _Keys, device: jax.Array) -> list[_Seen]:
+        parts = list(zip(ring.parts(keys), ring.starts(device, part_tokens), strict=True))
+        all_seen = list(all_seen)
+        for number, (keys_of_part, key_start) in itertools.product(range(ring.num_parts), parts):
+            place = _Place(starts[number], key_start, is_local)
+            all_seen[number] = jax.lax.cond(
+                place.key <= place.query,
+                partial(_see, ring.scores),
+                lambda seen, *_: seen,
+                *(all_seen[number], queries[number], keys_of_part, place),
+            )
+        return all_seen
+
+    all_seen = ring.around(visit, [seen] * ring.num_parts, _Keys(k, v, segments))
+    attended = jnp.concatenate(
+        [_by_token(seen.values_MxKxGxpxh / seen.sum_MxKxGxp[..., None]) for seen in all_seen],
+        axis=1,
+    ).astype(q.dtype)
+    log_sums = jnp.concatenate(
+        [seen.peak_MxKxGxp + jnp.log(seen.sum_MxKxGxp) for seen in all_seen], axis=3
+    )
+    return attended, (q, k, v, segments, sinks_H, is_local, attended, log_sums)
+
+
+def _see(scores: ScoreRules, seen: _Seen, queries: _Queries, keys: _Keys, place: _Place) -> _Seen:
+    """Returns the softmaxes of queries that have seen more keys."""
+    logits = _logits(scores, queries.q_MxlxHxh, keys.k_MxlxKxh, queries, keys, place)
+    peak = jnp.maximum(seen.peak_MxKxGxp, jnp.max(logits, axis=-1))
+    shrink, exp = jnp.exp(seen.peak_MxKxGxp - peak), jnp.exp(logits - peak[..., None])
+    values = jnp.einsum(
+        "mkgql,mlkh->mkgqh",
+        exp.astype(keys.v_MxlxKxh.dtype),
+        keys.v_MxlxKxh,
+        preferred_element_type=jnp.float32,
+    )
+    return _Seen(
+        peak,
+        seen.sum_MxKxGxp * shrink + jnp.sum(exp, axis=-1),
+        seen.values_MxKxGxpxh * shrink[..., None] + values,
+    )
+
+
+def _backward(
+    ring: _Ring, residuals: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    """Returns the gradients of queries, keys, values and sinks."""
+    q, k, v, segments, sinks_H, is_local, attended, log_sums = residuals
+    kv_heads, part_tokens = k.shape[2], q.shape[1] // ring.num_parts
+    slopes = _by_head(gradient, kv_heads)
+    # of the softmax's sum: what a weight's gradient is measured from
+    means = jnp.sum(slopes * _by_head(attended, kv_heads), axis=-1)
+    queries = ring.parts(_Queries(q, segments))
+    sums_of_parts = ring.parts((log_sums, means, slopes), axis=3)
+    starts = ring.starts(jax.lax.axis_index(ring.axis), part_tokens)
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
+
+    def visit(state: Any, keys: _Keys, device: jax.Array) -> Any:
+        of_queries, of_keys = list(state[0]), ring.parts(state[1])
+        parts = list(zip(ring.parts(keys), ring.starts(device, part_tokens), strict=True))
+        for a, b in itertools.product(range(ring.num_parts), repeat=2):
+            place = _Place(starts[a], parts[b][1], is_local)
+            of_queries[a], of_keys[b] = jax.lax.cond(
+                place.key <= place.query,
+                partial(_add_gradients, ring.scores),
+                lambda sums, *_: sums,
+                *((of_queries[a], of_keys[b]), queries[a], parts[b][0], *sums_of_parts[a], place),
+            )
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *of_keys)
+        # Gradients of keys travel with their keys; after the last visit they are at home.
+        return of_queries, ring.sent(joined)
+
+    start = [zeros(part.q_MxlxHxh) for part in queries], zeros((k, v))
+    of_queries, (of_k, of_v) = ring.around(visit, start, _Keys(k, v, segments))
+    weight_of_sinks = jnp.exp(sinks_H.reshape(1, kv_heads, -1, 1) - log_sums)
+    return (
+        jnp.concatenate(of_queries, axis=1).astype(q.dtype),
+        of_k.astype(k.dtype),
+        of_v.astype(v.dtype),
+        None,
+        -jnp.sum(weight_of_sinks * means, axis=(0, 3)).reshape(-1),
+        None,
+    )
+
+
+def _add_gradients(
+    scores: ScoreRules,
+    sums: tuple[jax.Array, tuple[jax.Array, jax.Array]],
+    queries: _Queries,
+    keys: _Keys,
+    log_sums: jax.Array,
+    means: jax.Array,
+    slopes: jax.Array,
+    place: _Place,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Adds the gradients that come of two parts: of the queries, and of keys and values."""
+    v = keys.v_MxlxKxh
+    logits, gradients_of = jax.vjp(
+        lambda q, k: _logits(scores, q, k, queries, keys, place),
+        queries.q_MxlxHxh,
+        keys.k_MxlxKxh,
+    )
+    weights = jnp.exp(logits - log_sums[..., None])
+    of_weights = jnp.einsum(
+        "mkgqh,mlkh->mkgql", slopes.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    of_q, of_k = gradients_of(weights * (of_weights - means[..., None]))
+    of_v = jnp.einsum("mkgql,mkgqh->mlkh", weights, slopes)
+    sum_of_q, (sum_of_k, sum_of_v) = sums
+    return sum_of_q + of_q.astype(jnp.float32), (
+        sum_of_k + of_k.astype(jnp.float32),
+        sum_of_v + of_v,
+    )
+
+
+_attended.defvjp(_forward, _backward)
+
+
+def _logits(
+    scores: ScoreRules,
+    q: jax.Array,
+    k: jax.Array,
+    queries: _Queries,
+    keys: _Keys,
+    place: _Place,
+) -> jax.Array:
+    """Returns the scores of queries and keys, float32[M, K, G, queries, keys]; `_HIDDEN` where a
+    query does not see a key.
+    """
+    (rows, part_tokens, heads, width), kv_heads = q.shape, k.shape[2]
+    grouped = q.reshape(rows, part_tokens, kv_heads, heads // kv_heads, width)
+    logits = jnp.einsum("mqkgh,mlkh->mkgql", grouped, k, preferred_element_type=jnp.float32)
+    logits = soft_capped(logits * scores.scale, scores.soft_cap)
+
+    within = jnp.arange(part_tokens)
+    distances = (place.query + within)[:, None] - (place.key + within)[None, :]
+    visible = distances >= 0
+    if scores.is_local:
+        visible &= scores.near(distances, None) | ~place.is_local
+    same = queries.segments_Mxl[:, :, None] == keys.segments_Mxl[:, None, :]
+    return jnp.where((visible[None] & same)[:, None, None], logits, _HIDDEN)
+
+
+def _by_head(x_MxlxHxh: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns float32[M, K, G, l, h]."""
+    rows, tokens, heads, width = x_MxlxHxh.shape
+    grouped = x_MxlxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, width)
+    return grouped.transpose(0, 2, 3, 1, 4).astype(jnp.float32)
+
+
+def _by_token(x_MxKxGxlxh: jax.Array) -> jax.Array:
+    """Returns [M, l, H, h]; undoes `_by_head`."""
+    rows, kv_heads, groups, tokens, width = x_MxKxGxlxh.shape
+    return x_MxKxGxlxh.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, kv_heads * groups, width)
