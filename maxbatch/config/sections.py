@@ -450,7 +450,7 @@ class ModelConfig(Section, changes="the model's computation"):
         "axis: all_gather (all keys on every device) | ring (keys go around) | ulysses (heads split in place of rows)",
         PROGRAM)
     context_parallel_load_balance: bool = key(False,
-        "ring: every device attends from an early and a late part of each row, so all have as much to do", PROGRAM)
+        "every device attends from an early and a late part of each row, so that all have as much to do", PROGRAM)
     scan_layers: bool = key(False,
         "true: one compiled layer in a loop (compiles faster); false: unrolled (runs faster on CPU)", PROGRAM)
     init_weights_seed: int = key(0, "seed of the parameters", STATE, SEED)

@@ -5,10 +5,7 @@ visit updates the softmaxes (Liu et al. 2023, https://arxiv.org/abs/2310.01889).
 holds the keys of a whole row. The backward pass goes around once more, and the gradients of keys
 and values travel with them.
 
-In a causal row the queries of the first device see one share of n, those of the last one all of
-them. A balanced ring deals each row out in 2n parts: device i attends from parts i and 2n - 1 - i,
-which together see as much on every device. The parts travel there and back inside of this module;
-nothing else sees another order.
+A balanced ring attends in the order of `balanced_rows`: a device's share then has two parts.
 
 Shapes: M micro-batch, L length of a row, l of a device's share, p of a part, H query heads, K key
 and value heads, G = H / K, h head_dim.
@@ -25,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.model.balanced_rows import collected, dealt
 from maxbatch.model.scores import ScoreRules, soft_capped
 from maxbatch.parallel.sharding import Constrain
 
@@ -111,40 +109,11 @@ class _Ring(NamedTuple):
 
     def dealt(self, x: jax.Array) -> jax.Array:
         """Returns this device's parts, from the shares of the row in order; tokens on axis 1."""
-        if self.num_parts == 1:
-            return x
-        halves = zip(jnp.split(x, 2, axis=1), self._moves, strict=True)
-        even, odd = (jax.lax.ppermute(half, self.axis, moves) for half, moves in halves)
-        return self._in_turn(even, odd)
+        return dealt(x, self.axis, self.size) if self.num_parts > 1 else x
 
     def collected(self, x: jax.Array) -> jax.Array:
         """Returns this device's share of the row, from the parts of all; undoes `dealt`."""
-        if self.num_parts == 1:
-            return x
-        even, odd = jnp.split(self._in_turn(*jnp.split(x, 2, axis=1)), 2, axis=1)
-        halves = [
-            jax.lax.ppermute(half, self.axis, [(to, start) for start, to in moves])
-            for half, moves in zip((even, odd), self._moves, strict=True)
-        ]
-        return jnp.concatenate(halves, axis=1)
-
-    @property
-    def _moves(self) -> list[list[tuple[int, int]]]:
-        """The way of each device's first half, a part with an even number, and of its second."""
-        last = 2 * self.size - 1
-        return [
-            [(i, min(2 * i + half, last - 2 * i - half)) for i in range(self.size)]
-            for half in (0, 1)
-        ]
-
-    def _in_turn(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """Returns two parts, the other way around on devices with odd numbers: their first part
-        has an odd number.
-        """
-        is_even = jax.lax.axis_index(self.axis) % 2 == 0
-        return jnp.concatenate(
-            [jnp.where(is_even, first, second), jnp.where(is_even, second, first)], axis=1
-        )
+        return collected(x, self.axis, self.size) if self.num_parts > 1 else x
 
     def around(self, visit: Callable[[T, _Keys, jax.Array], T], state: T, keys: _Keys) -> T:
         """Returns the state after the visits of all devices' keys, this device's own first.

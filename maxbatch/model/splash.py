@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.model.balanced_rows import collected, dealt
+from maxbatch.model.balanced_rows import places as balanced_places
 from maxbatch.model.scores import PLAIN, ScoreRules
 from maxbatch.parallel.remat import CONTEXT
 from maxbatch.parallel.sharding import Constrain, num_shards
@@ -66,6 +68,7 @@ def splash_attend(
     over_heads = (tensor,) if isinstance(tensor, str) else tensor or ()
     shards = mesh.shape[context] if context else 1, num_shards(mesh, over_heads)
 
+    is_balanced = scores.is_balanced and shards[0] > 1
     scale = scores.scale or head_dim**-0.5
 
     def attend_here(
@@ -83,14 +86,28 @@ def splash_attend(
         segments = kernels.SegmentIds(q_segments, kv_segments)
         return _attended(kernel, q, k, v, segments).transpose(0, 2, 1, 3)
 
+    def attend_in_balance(
+        kernel: Callable[..., jax.Array],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_segments: jax.Array,
+        kv_segments: jax.Array,
+    ) -> jax.Array:
+        q, q_segments = (dealt(x, context, shards[0]) for x in (q, q_segments))
+        attended = attend_here(kernel, q, k, v, q_segments, kv_segments)
+        return collected(attended, context, shards[0])
+
     q_spec, kv_spec = P(batch, context, tensor, None), P(batch, None, tensor, None)
     operands = q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL
 
     def everywhere(sees_window: bool) -> jax.Array:
-        kernel = _kernel(length, heads, shards, scores, sees_window, constrain.platform)
+        kernel = _kernel(
+            length, heads, shards, scores, sees_window, is_balanced, constrain.platform
+        )
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
         attended: jax.Array = jax.shard_map(
-            attend_here,
+            attend_in_balance if is_balanced else attend_here,
             mesh=mesh,
             in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, P(batch, context), P(batch, None)),
             out_specs=q_spec,
@@ -142,21 +159,24 @@ def _kernel(
     shards: tuple[int, int],
     scores: ScoreRules,
     sees_window: bool,
+    is_balanced: bool,
     platform: str,
 ) -> Any:
     """Returns the kernel of global layers, or of those that see a window; `shards` split queries
-    and heads.
+    and heads, the queries in the balanced order or in that of the row.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     query_shards, head_shards = shards
     block_q, block_kv = block_size(length // query_shards), block_size(length)
-    mask: masks.Mask = masks.CausalMask((length, length), shard_count=query_shards)
+    mask: Any = masks.CausalMask((length, length), shard_count=query_shards)
     if sees_window:
         mask = masks.LocalMask(
             (length, length), (scores.window - 1, 0), 0, shard_count=query_shards
         )
+    if is_balanced:
+        mask.q_sequence = balanced_places(length, query_shards)
     return kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         head_shards=head_shards,

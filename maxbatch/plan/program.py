@@ -88,13 +88,17 @@ def check_context_strategy(config: PlanConfig, sizes: Mapping[str, int]) -> None
     def refuse(key: str, rule: str, **works: str) -> Refusal:
         return Refusal(config, key, rule, works)
 
-    if balance and strategy == "all_gather" and context > 1:
-        rule = "must be false with context_parallel_strategy=all_gather, which keeps rows in order"
-        raise refuse("context_parallel_load_balance", rule, context_parallel_strategy="ring")
-    if strategy == "all_gather" or context == 1:
+    if context == 1:
+        return
+    if strategy != "ulysses" and balance and length % (2 * context):
+        rule = f"must be false for max_target_length={length}, which 2 x {context} devices do not divide"
+        raise refuse("context_parallel_load_balance", rule, context_parallel_load_balance="false")
+    if strategy == "all_gather":
         return
     if any(form.attention.state_operations(model) is not None for form in cycle_of(model)):
-        rule = f"must be all_gather for decoder_block={model.decoder_block}, whose states need rows"
+        rule = (
+            f"must be all_gather for decoder_block={model.decoder_block}, whose layers have states"
+        )
         raise refuse("context_parallel_strategy", rule, context_parallel_strategy="all_gather")
     heads, shards = model.base_num_query_heads, sizes["tensor"] * context
     if strategy == "ulysses" and heads % shards:
@@ -102,6 +106,3 @@ def check_context_strategy(config: PlanConfig, sizes: Mapping[str, int]) -> None
             f"must be all_gather or ring for {heads} heads on tensor x context = {shards} devices"
         )
         raise refuse("context_parallel_strategy", rule, context_parallel_strategy="ring")
-    if strategy == "ring" and balance and length % (2 * context):
-        rule = f"must be false for max_target_length={length} on {context} devices: each has 2 parts"
-        raise refuse("context_parallel_load_balance", rule, context_parallel_load_balance="false")

@@ -75,6 +75,12 @@ def unused_keys(
             "dcn_pipeline_parallelism)"
         )
 
+    if mesh.sizes["context"] == 1:
+        of_rows = ("context_parallel_strategy", "context_parallel_load_balance")
+        if names := [name for name in of_rows if config.model[name] != KEYS[name].default_value]:
+            verb = "have" if len(names) > 1 else "has"
+            yield f"{stated(config, *names)} {verb} no effect without a context axis"
+
     # A warm-up by samples starts at rate 0: where all updates start at sample 0, none has another.
     before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
     if (

@@ -17,6 +17,7 @@ from flax import nnx
 from maxbatch import ConfigError
 from maxbatch.config.config import Config
 from maxbatch.model.attention import Attention, attend, choose_implementation
+from maxbatch.model.scores import ScoreRules
 from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.remat import Remat, checkpointed
@@ -35,17 +36,25 @@ def chosen_on(platform: str, config: Config) -> str:
 @pytest.mark.runs
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("axes", "kv_heads", "dtype", "tolerance"),
+    ("axes", "strategy", "kv_heads", "dtype", "tolerance"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, "float32", 2e-5),
-        ({"data": 2, "tensor": 4}, 2, "float32", 2e-5),  # a key head for two devices: repeated
-        ({"data": 2, "fsdp": 2, "context": 2}, 1, "float32", 2e-5),  # keys gathered over the length
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, "bfloat16", 3e-2),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}, 2, "float32", 2e-5),
+        ({"data": 2, "tensor": 4}, {}, 2, "float32", 2e-5),  # a key head for two devices: repeated
+        (
+            {"data": 2, "fsdp": 2, "context": 2},
+            {},
+            1,
+            "float32",
+            2e-5,
+        ),  # keys gathered over the length
+        ({"data": 2, "context": 2, "tensor": 2}, {"is_balanced": True}, 2, "float32", 2e-5),
+        ({"data": 2, "context": 2, "tensor": 2}, {"strategy": "ulysses"}, 2, "float32", 2e-5),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}, 2, "bfloat16", 3e-2),
     ],
     ids=str,
 )
 def test_splash_equals_the_plain_path_in_value_and_gradient(
-    axes: dict[str, int], kv_heads: int, dtype: str, tolerance: float
+    axes: dict[str, int], strategy: dict[str, Any], kv_heads: int, dtype: str, tolerance: float
 ) -> None:
     """Packed, grouped, inside `jax.vmap(..., spmd_axis_name="data")` as the train step has it."""
     stated = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | axes
@@ -62,7 +71,8 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
     segments = jnp.asarray(np.array(rows, np.int32).reshape(2, M, L))
 
     def value_and_output(splash: bool, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        output = splash_attend(*arrays, constrain) if splash else attend(*arrays)
+        rules = ScoreRules(implementation="splash", **strategy)
+        output = attend(*arrays, rules, constrain) if splash else attend(*arrays)
         return jnp.sum(jnp.sin(output.astype(jnp.float32))), output
 
     def gradient(splash: bool) -> Any:

@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
         "24",
         (
             "ici_context_parallelism=2",
+            "context_parallel_strategy=ring",
             "ici_tensor_parallelism=2",
             "remat_policy=minimal",
             "scan_layers=true",

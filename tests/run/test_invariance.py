@@ -39,7 +39,12 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "four devices, context and tensor": (
         4,
         "2",
-        ("ici_context_parallelism=2", "ici_tensor_parallelism=2"),
+        (
+            "ici_context_parallelism=2",
+            "ici_tensor_parallelism=2",
+            "context_parallel_strategy=ring",
+            "context_parallel_load_balance=true",
+        ),
     ),
     "eight devices, pipeline, data and fsdp": (
         8,

@@ -41,6 +41,7 @@ MESH = (
     "ici_data_parallelism=2",
     "ici_tensor_parallelism=2",
     "ici_context_parallelism=2",
+    "context_parallel_strategy=ring",
     "remat_policy=full",
 )
 
