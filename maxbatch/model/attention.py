@@ -177,7 +177,11 @@ def attend_by_heads(
 
 def _of_whole_rows(constrain: Constrain) -> Constrain:
     """Returns the constraint inside of attention whose heads are split in place of rows."""
-    names = {"length": None, "heads": OVER_HEADS, "kv_heads": OVER_HEADS}
+    names: dict[str | None, str | None] = {
+        "length": None,
+        "heads": OVER_HEADS,
+        "kv_heads": OVER_HEADS,
+    }
 
     def spec(shape: tuple[int, ...], axes: LogicalAxes) -> PartitionSpec:
         return constrain.spec(shape, tuple(names.get(axis, axis) for axis in axes))

@@ -23,13 +23,17 @@ def places(length: int, size: int) -> np.ndarray:
 
 def dealt(x: jax.Array, axis: str, size: int) -> jax.Array:
     """Returns this device's parts, from the shares of the devices of a mesh axis."""
-    halves = zip(jnp.split(x, 2, axis=1), _moves(size), strict=True)
-    return _in_turn(*(jax.lax.ppermute(half, axis, moves) for half, moves in halves), axis)
+    even, odd = (
+        jax.lax.ppermute(half, axis, moves)
+        for half, moves in zip(jnp.split(x, 2, axis=1), _moves(size), strict=True)
+    )
+    return _in_turn(even, odd, axis)
 
 
 def collected(x: jax.Array, axis: str, size: int) -> jax.Array:
     """Returns this device's share of the row, from the parts of all; undoes `dealt`."""
-    even_and_odd = jnp.split(_in_turn(*jnp.split(x, 2, axis=1), axis), 2, axis=1)
+    first, second = jnp.split(x, 2, axis=1)
+    even_and_odd = jnp.split(_in_turn(first, second, axis), 2, axis=1)
     halves = [
         jax.lax.ppermute(half, axis, [(to, start) for start, to in moves])
         for half, moves in zip(even_and_odd, _moves(size), strict=True)

@@ -105,7 +105,8 @@ class _Ring(NamedTuple):
     def sent(self, tree: T) -> T:
         """Returns what the device before had."""
         following = [(i, (i + 1) % self.size) for i in range(self.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, following), tree)
+        sent: T = jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, following), tree)
+        return sent
 
     def dealt(self, x: jax.Array) -> jax.Array:
         """Returns this device's parts, from the shares of the row in order; tokens on axis 1."""
@@ -129,7 +130,8 @@ class _Ring(NamedTuple):
             return visit(state, keys, (device - number) % self.size), keys
 
         state = visit(state, keys, device)
-        return jax.lax.fori_loop(1, self.size, turn, (state, keys))[0]
+        after: T = jax.lax.fori_loop(1, self.size, turn, (state, keys))[0]
+        return after
 
 
 class _Keys(NamedTuple):
@@ -338,6 +340,7 @@ def _logits(
     (rows, part_tokens, heads, width), kv_heads = q.shape, k.shape[2]
     grouped = q.reshape(rows, part_tokens, kv_heads, heads // kv_heads, width)
     logits = jnp.einsum("mqkgh,mlkh->mkgql", grouped, k, preferred_element_type=jnp.float32)
+    assert scores.scale is not None
     logits = soft_capped(logits * scores.scale, scores.soft_cap)
 
     within = jnp.arange(part_tokens)

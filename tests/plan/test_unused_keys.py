@@ -55,6 +55,10 @@ def warnings_of(
             "num_pipeline_microbatches=4 has no effect without pipeline stages",
         ),
         (
+            ["context_parallel_strategy=ring"],
+            "context_parallel_strategy=ring has no effect without a context axis",
+        ),
+        (
             ["skip_step_interval=64"],
             "skip_step_interval=64 has no effect without skip_step_on_spikes=true",
         ),
