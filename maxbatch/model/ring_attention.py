@@ -28,6 +28,7 @@ from maxbatch.parallel.sharding import Constrain
 
 T = TypeVar("T")
 _HIDDEN = -1e30  # the score of a token that is not seen
+_BLOCK_TOKENS = 512  # of queries whose scores are in memory at a time, of lengths that they divide
 
 
 def ring_attend(
@@ -155,6 +156,14 @@ class _Seen(NamedTuple):
     values_MxKxGxpxh: jax.Array  # the sum of exp(score - peak) x value
 
 
+class _Known(NamedTuple):
+    """What the backward pass knows of queries before it sees keys, in float32."""
+
+    log_sums_MxKxGxp: jax.Array  # of the exponentials of their scores
+    means_MxKxGxp: jax.Array  # of the gradients of their weights, by their weights
+    slopes_MxKxGxpxh: jax.Array  # the gradients of what they read
+
+
 class _Place(NamedTuple):
     """Where in the row the first query and the first key of two parts are."""
 
@@ -234,7 +243,20 @@ def _forward(
 
 
 def _see(scores: ScoreRules, seen: _Seen, queries: _Queries, keys: _Keys, place: _Place) -> _Seen:
-    """Returns the softmaxes of queries that have seen more keys."""
+    """Returns the softmaxes of queries that have seen more keys, block by block."""
+
+    def see(block: tuple[jax.Array, _Seen, _Queries]) -> _Seen:
+        start, seen, queries = block
+        return _see_block(scores, seen, queries, keys, place._replace(query=place.query + start))
+
+    blocks: _Seen
+    blocks = jax.lax.map(see, (_starts(queries), _cut(seen, axis=3), _cut(queries, axis=1)))
+    return _joined(blocks, axis=3)
+
+
+def _see_block(
+    scores: ScoreRules, seen: _Seen, queries: _Queries, keys: _Keys, place: _Place
+) -> _Seen:
     logits = _logits(scores, queries.q_MxlxHxh, keys.k_MxlxKxh, queries, keys, place)
     peak = jnp.maximum(seen.peak_MxKxGxp, jnp.max(logits, axis=-1))
     shrink, exp = jnp.exp(seen.peak_MxKxGxp - peak), jnp.exp(logits - peak[..., None])
@@ -261,7 +283,7 @@ def _backward(
     # of the softmax's sum: what a weight's gradient is measured from
     means = jnp.sum(slopes * _by_head(attended, kv_heads), axis=-1)
     queries = ring.parts(_Queries(q, segments))
-    sums_of_parts = ring.parts((log_sums, means, slopes), axis=3)
+    known = ring.parts(_Known(log_sums, means, slopes), axis=3)
     starts = ring.starts(jax.lax.axis_index(ring.axis), part_tokens)
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
 
@@ -274,7 +296,7 @@ def _backward(
                 place.key <= place.query,
                 partial(_add_gradients, ring.scores),
                 lambda sums, *_: sums,
-                *((of_queries[a], of_keys[b]), queries[a], parts[b][0], *sums_of_parts[a], place),
+                *((of_queries[a], of_keys[b]), queries[a], parts[b][0], known[a], place),
             )
         joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *of_keys)
         # Gradients of keys travel with their keys; after the last visit they are at home.
@@ -298,24 +320,57 @@ def _add_gradients(
     sums: tuple[jax.Array, tuple[jax.Array, jax.Array]],
     queries: _Queries,
     keys: _Keys,
-    log_sums: jax.Array,
-    means: jax.Array,
-    slopes: jax.Array,
+    known: _Known,
     place: _Place,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Adds the gradients that come of two parts: of the queries, and of keys and values."""
+    """Adds the gradients that come of two parts: of the queries, and of keys and values; block by
+    block of queries.
+    """
+
+    def add(
+        of_keys: tuple[jax.Array, jax.Array], block: tuple[jax.Array, jax.Array, _Queries, _Known]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        start, of_queries, queries, known = block
+        moved = place._replace(query=place.query + start)
+        of_queries, of_keys = _add_gradients_of_block(
+            scores, (of_queries, of_keys), queries, keys, known, moved
+        )
+        return of_keys, of_queries
+
+    sums_of_queries, sums_of_keys = sums
+    blocks = (
+        _starts(queries),
+        _cut(sums_of_queries, axis=1),
+        _cut(queries, axis=1),
+        _cut(known, axis=3),
+    )
+    sums_of_keys, of_blocks = jax.lax.scan(add, sums_of_keys, blocks)
+    return _joined(of_blocks, axis=1), sums_of_keys
+
+
+def _add_gradients_of_block(
+    scores: ScoreRules,
+    sums: tuple[jax.Array, tuple[jax.Array, jax.Array]],
+    queries: _Queries,
+    keys: _Keys,
+    known: _Known,
+    place: _Place,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     v = keys.v_MxlxKxh
     logits, gradients_of = jax.vjp(
         lambda q, k: _logits(scores, q, k, queries, keys, place),
         queries.q_MxlxHxh,
         keys.k_MxlxKxh,
     )
-    weights = jnp.exp(logits - log_sums[..., None])
+    weights = jnp.exp(logits - known.log_sums_MxKxGxp[..., None])
     of_weights = jnp.einsum(
-        "mkgqh,mlkh->mkgql", slopes.astype(v.dtype), v, preferred_element_type=jnp.float32
+        "mkgqh,mlkh->mkgql",
+        known.slopes_MxKxGxpxh.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
     )
-    of_q, of_k = gradients_of(weights * (of_weights - means[..., None]))
-    of_v = jnp.einsum("mkgql,mkgqh->mlkh", weights, slopes)
+    of_q, of_k = gradients_of(weights * (of_weights - known.means_MxKxGxp[..., None]))
+    of_v = jnp.einsum("mkgql,mkgqh->mlkh", weights, known.slopes_MxKxGxpxh)
     sum_of_q, (sum_of_k, sum_of_v) = sums
     return sum_of_q + of_q.astype(jnp.float32), (
         sum_of_k + of_k.astype(jnp.float32),
@@ -337,19 +392,53 @@ def _logits(
     """Returns the scores of queries and keys, float32[M, K, G, queries, keys]; `_HIDDEN` where a
     query does not see a key.
     """
-    (rows, part_tokens, heads, width), kv_heads = q.shape, k.shape[2]
-    grouped = q.reshape(rows, part_tokens, kv_heads, heads // kv_heads, width)
+    (rows, num_queries, heads, width), kv_heads = q.shape, k.shape[2]
+    grouped = q.reshape(rows, num_queries, kv_heads, heads // kv_heads, width)
     logits = jnp.einsum("mqkgh,mlkh->mkgql", grouped, k, preferred_element_type=jnp.float32)
     assert scores.scale is not None
     logits = soft_capped(logits * scores.scale, scores.soft_cap)
 
-    within = jnp.arange(part_tokens)
-    distances = (place.query + within)[:, None] - (place.key + within)[None, :]
+    query_places = place.query + jnp.arange(num_queries)
+    key_places = place.key + jnp.arange(k.shape[1])
+    distances = query_places[:, None] - key_places[None, :]
     visible = distances >= 0
     if scores.is_local:
         visible &= scores.near(distances, None) | ~place.is_local
     same = queries.segments_Mxl[:, :, None] == keys.segments_Mxl[:, None, :]
     return jnp.where((visible[None] & same)[:, None, None], logits, _HIDDEN)
+
+
+def _starts(queries: _Queries) -> jax.Array:
+    """Returns the place of the first query of each block of a part."""
+    tokens = queries.q_MxlxHxh.shape[1]
+    return jnp.arange(0, tokens, _block_tokens(tokens))
+
+
+def _block_tokens(tokens: int) -> int:
+    return tokens if tokens % _BLOCK_TOKENS else _BLOCK_TOKENS
+
+
+def _cut(tree: T, axis: int) -> T:
+    """Returns arrays in blocks of queries, the blocks on the first axis."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        block = _block_tokens(x.shape[axis])
+        blocks = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+        return jnp.moveaxis(blocks, axis, 0)
+
+    blocks: T = jax.tree.map(cut, tree)
+    return blocks
+
+
+def _joined(tree: T, axis: int) -> T:
+    """Returns arrays of blocks in one; undoes `_cut`."""
+
+    def joined(x: jax.Array) -> jax.Array:
+        moved = jnp.moveaxis(x, 0, axis)
+        return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+    whole: T = jax.tree.map(joined, tree)
+    return whole
 
 
 def _by_head(x_MxlxHxh: jax.Array, kv_heads: int) -> jax.Array:

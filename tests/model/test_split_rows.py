@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model import balanced_rows
+from maxbatch.model import balanced_rows, ring_attention
 from maxbatch.model.attention import attend
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.mesh import make_mesh
@@ -64,7 +64,10 @@ def attended(constrain: Constrain, rules: ScoreRules, *arrays: Any) -> jax.Array
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", CASES)
-def test_split_rows_attend_as_whole_ones_and_have_their_gradients(strategy: str, case: str) -> None:
+def test_split_rows_attend_as_whole_ones_and_have_their_gradients(
+    strategy: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_attention, "_BLOCK_TOKENS", 4 if case == "windows" else 512)
     kv_heads, rules, has_sinks = CASES[case]
     arrays: tuple[Any, ...] = operands(kv_heads)
     if has_sinks:
