@@ -35,6 +35,7 @@ from maxbatch.run.compile.copies import executables
 from maxbatch.run.compile.flags import CHECKSUMS, INIT
 from maxbatch.run.evaluation import Evaluator
 from maxbatch.run.weights.checksums import lower_checksums
+from maxbatch.system.errors import ConfigError
 from maxbatch.update.gradients import Objective
 from maxbatch.update.optimizers import OptimizerMaker
 from maxbatch.update.reproducible.update import ReproducibleUpdate
@@ -63,9 +64,14 @@ def checked_mesh_shape(
 
     Raises:
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the
-        stated `attention` or `quantization`.
+        stated `attention` or `quantization`, or reproducible sums.
     """
     shape = mesh_shape(config, devices)
+    if config.optimizer.reproducible_sums and devices[0].platform == "gpu":
+        raise ConfigError(
+            "reproducible_sums=true: must be false on GPUs, for which the compiler chooses kernels by "
+            "their measured time; works: reproducible_sums=false"
+        )
     check_platform(model.quantization, devices[0].platform)
     choose_implementation(model, devices[0].platform, shape.sizes["context"])
     return shape

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 from maxbatch.run.pretraining import train
+from maxbatch.run.programs import checked_mesh_shape
+from maxbatch.system.errors import ConfigError
 from tests.helpers.tiny import MEASURED, one_layer_config, read_metrics
 
 pytestmark = pytest.mark.runs
@@ -71,3 +74,10 @@ def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path
         check=True,
     )
     assert done.stdout.strip() == read_metrics(whole)[-1]["state_hash"]
+
+
+def test_gpus_are_refused_by_name() -> None:
+    config = one_layer_config(*RUN)
+    devices: Any = [SimpleNamespace(platform="gpu")]
+    with pytest.raises(ConfigError, match="reproducible_sums=true: must be false on GPUs"):
+        checked_mesh_shape(config.plan, config.programs, devices)
