@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import (
@@ -13,7 +14,7 @@ from maxbatch.commands.arguments import (
     simulate_devices,
     whole,
 )
-from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED
+from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from maxbatch.system.storage.storage import as_typed
 from maxbatch.system.terminal.terminal import PipeConsole, PlainTable
 from maxbatch.system.terminal.warning import note
@@ -60,6 +61,9 @@ def run(args: Namespace) -> int:
     """Takes the update again and prints it; returns 1 where it differs from the recorded one."""
     from maxbatch.around.replay.recorded_run import RecordedRun
 
+    page = as_typed(args.html) if args.html else None
+    if isinstance(page, Path) and not page.absolute().parent.is_dir():
+        raise ConfigError(f"--html {page}: {page.parent} is no folder; make it, or name another")
     recorded = RecordedRun(args.run)
     recorded.line(args.step)
     first = max(min(recorded.lines), args.step - args.around)
@@ -78,10 +82,10 @@ def run(args: Namespace) -> int:
         print(json.dumps(replayed.to_json()))
     else:
         _print(replayed)
-    if args.html:
+    if page:
         from maxbatch.around.replay.replay_page import page_of
 
-        page_of(replayed, recorded.named).write(as_typed(args.html))
+        page_of(replayed, recorded.named).write(page)
     return EXIT_FAILED if replayed.differences else EXIT_DONE
 
 

@@ -23,6 +23,7 @@ from maxbatch.run.folder.sessions import read_sessions
 from maxbatch.run.session_configs import SessionConfigs
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath, as_path
+from maxbatch.system.terminal.warning import note
 
 _MOST_NAMED = 8
 
@@ -142,7 +143,13 @@ class RecordedRun:
 
     @cached_property
     def _configs(self) -> SessionConfigs:
-        return SessionConfigs(self.config, read_sessions(self.path))
+        sessions, own = read_sessions(self.path), self._fork["step"] if self._fork else 0
+        if not sessions and max(self.lines, default=0) > own:
+            note(
+                f"{shown(self.named)}: has no {SESSIONS_FILE}, which states the keys that sessions "
+                "changed; its updates are taken again with the last session's config"
+            )
+        return SessionConfigs(self.config, sessions)
 
     @cached_property
     def _fork(self) -> ForkedFrom | None:

@@ -18,6 +18,7 @@ from maxbatch.around.replay.updates import Before, updates
 from maxbatch.plan.holes import Holes
 from maxbatch.plan.skip_samples import holes_of, names_file
 from maxbatch.run.folder.metrics_schema import Metric
+from maxbatch.system.terminal.warning import note
 
 
 class Wanted(NamedTuple):
@@ -120,7 +121,11 @@ def replay(
                 skip_samples = _again(run, update, own_numbers, begin)
             continue
         is_exact = is_exact and computes_exactly(update.config)
-        compared = Compared.of(update.line, run.line(update.line[Metric.STEP]))
+        step = update.line[Metric.STEP]
+        if step not in run.lines:  # a hole in metrics.jsonl
+            note(f"update {step} has no line in {run.named}, and is not compared")
+            continue
+        compared = Compared.of(update.line, run.line(step))
         if difference := compared.difference(is_exact):
             differences.append(f"update {compared.step} differs: {difference}")
         if compared.step >= wanted.step - wanted.around:

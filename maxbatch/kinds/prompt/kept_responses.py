@@ -123,7 +123,9 @@ def _batches(
             responses: list[dict[str, Any]] = checked(trained, [_RESPONSE], "trained")
         except TypeError:
             continue  # of an eval; an older line, without tokens; or a damaged one
-        first = lines[step - 1][Metric.SAMPLES_SEEN] if step - 1 in lines else 0
+        if step > 1 and step - 1 not in lines:
+            continue  # a hole in metrics.jsonl: its first prompt is not known
+        first = lines[step - 1][Metric.SAMPLES_SEEN] if step > 1 else 0
         if end := _end_of(lines, step, first):
             groups = defaultdict[int, list[dict[str, Any]]](list)
             for response in responses:
@@ -135,8 +137,5 @@ def _end_of(lines: Mapping[int, Record], step: int, first: int) -> int | None:
     """Returns the index after the last prompt of the batch whose first update is `step`; None if
     its last update is not recorded.
     """
-    while step in lines:
-        if lines[step][Metric.SAMPLES_SEEN] > first:
-            return int(lines[step][Metric.SAMPLES_SEEN])
-        step += 1
-    return None
+    seen = (lines[later][Metric.SAMPLES_SEEN] for later in sorted(lines) if later >= step)
+    return next((end for end in seen if end > first), None)

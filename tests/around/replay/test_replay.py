@@ -223,7 +223,9 @@ def test_an_update_that_differs_is_named_and_ends_with_exit_code_1(
     assert f'skip_samples="{fourth.skip_samples}"' in printed.out
 
 
-def test_an_update_that_cannot_be_taken_again_is_refused_in_one_line(run_dir: Path) -> None:
+def test_an_update_that_cannot_be_taken_again_is_refused_in_one_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RecordedRun(str(run_dir))
     with pytest.raises(ConfigError, match=r"--step 30: .* has updates 1 to 9; works: --step 9"):
         run.line(30)
@@ -231,10 +233,13 @@ def test_an_update_that_cannot_be_taken_again_is_refused_in_one_line(run_dir: Pa
         run.checkpoint_before(8, 4)
     with pytest.raises(ConfigError, match="is no run folder"):
         _ = RecordedRun(str(run_dir / "checkpoints")).config
+    assert main(["replay", str(run_dir), "--step", "4", "--html", "missing/page.html"]) == 2
+    refusal = "--html missing/page.html: missing is no folder; make it, or name another"
+    assert refusal in capsys.readouterr().err, "before any update is taken"
 
 
 def test_an_older_run_says_from_which_update_on_it_can_be_taken_again(
-    run_dir: Path, tmp_path: Path
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run_dir, copy)
@@ -246,6 +251,9 @@ def test_an_older_run_says_from_which_update_on_it_can_be_taken_again(
     assert [one.first_step for one in run.segments(7, 9)] == [7]
     with pytest.raises(ConfigError, match=r"from checkpoint 6 on; works: --step 7"):
         run.segments(6, 8)
+    (copy / "sessions.jsonl").unlink()
+    assert [one.first_step for one in RecordedRun(str(copy)).segments(3, 8)] == [3, 7], "by devices"
+    assert "has no sessions.jsonl" in capsys.readouterr().err
 
 
 def test_a_forks_updates_have_the_config_of_its_run_until_the_step_of_the_fork(

@@ -94,15 +94,19 @@ def test_responses_that_are_not_kept_are_drawn_again_and_make_the_recorded_updat
 
 
 def test_kept_responses_are_neither_sampled_nor_scored_and_serve_all_updates_of_their_batch(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = RecordedRun(str(run_dir))
+    monkeypatch.setitem(run.__dict__, "lines", {k: v for k, v in run.lines.items() if k != 2})
+
     def never(*_: object) -> None:
         raise AssertionError("nothing is sampled or scored")
 
     monkeypatch.setattr(Roller, "start", never)
     monkeypatch.setattr(Rewards, "submit", never)
-    found = replay(RecordedRun(str(run_dir)), None, Wanted(7, around=2), jax.devices()[:1])
+    found = replay(run, None, Wanted(7, around=2), jax.devices()[:1])
     assert found.differences == []
+    assert "update 2 has no line in" in capsys.readouterr().err, "a hole in metrics.jsonl"
     for update in found.shown:
         check_batch(update)
     first, second, third = map(responses_of, found.shown)

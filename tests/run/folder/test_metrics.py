@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.run.folder.metrics import read_metrics
+from maxbatch.run.folder.metrics import lines_between, lines_until, read_metrics
 from maxbatch.run.folder.metrics_log import MetricsLog, StepLog
 from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.system.errors import TrainingError
@@ -217,3 +217,14 @@ def test_a_full_disk_leaves_no_half_line(
         log.sync()
     log.close()
     assert steps_in(folder) == [1, 2]
+
+
+def test_a_resume_and_a_fork_keep_long_lines_of_responses(folder: RunFolder) -> None:
+    lines = [{"step": step, "trained": [{"response": "a" * (1 << 21)}]} for step in (1, 3)]
+    path = folder.path / "transcripts.jsonl"
+    path.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    before = path.read_bytes()
+    StepLog(folder, "transcripts.jsonl", 3).close()
+    assert path.read_bytes() == before
+    assert b"".join(lines_until(path, 3)) == before and len(lines_until(path, 2)) == 1
+    assert [line["step"] for line in lines_between(path, 1, 3)] == [3]
