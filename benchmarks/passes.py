@@ -30,16 +30,16 @@ from maxbatch.update.state import abstract_state, init_state
 from maxbatch.update.step import abstract_settings, make_train_step
 
 BAR, ROW_BAR = 0.6, 0.97
-ROWS_PER_PASS = 4
+ROWS_PER_PASS = 2
 Side = Callable[[], tuple[float, float]]  # an update; returns its loss and gradient norm
 
 
 def measure(quick: bool) -> list[Measurement]:
     """Ratios of seconds, of an update of conversations and of the learner's part of one of `rl`."""
-    model = QUICK_MODEL if quick else ()
+    model = QUICK_MODEL if quick else ("base_num_decoder_layers=2",)
     config = load_config(overrides=[*model, *RUN, "gradient_noise_scale=false"])
     length, rng = config.max_target_length, np.random.default_rng(0)
-    lengths = _lengths(rng, 16 if quick else 48, length)
+    lengths = _lengths(rng, 16 if quick else 32, length)
     rows = _rows(rng, lengths, config)
     sides = {
         "update": (_update(config, rows, False), _update(config, rows, True)),
@@ -49,7 +49,7 @@ def measure(quick: bool) -> list[Measurement]:
     for name, (apart, together) in sides.items():
         if not np.allclose(apart(), together(), rtol=3e-4):
             raise BenchmarkError(f"{name}: samples that share rows have another loss")
-        seconds = seconds_in_turns({"rows": apart, "passes": together}, 2 if quick else 5)
+        seconds = seconds_in_turns({"rows": apart, "passes": together}, 2 if quick else 4)
         title = f"{name}, samples that share rows / a row a sample"
         measurements.append(ratio(title, seconds["passes"], seconds["rows"], bar=BAR))
     many = Passes.of(_lengths(rng, 256, 4096), 4096, ROWS_PER_PASS)
