@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 
+from maxbatch.cli import main
 from maxbatch.run.pretraining import train
 from maxbatch.run.programs import checked_mesh_shape
 from maxbatch.system.errors import ConfigError
@@ -74,6 +76,21 @@ def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path
         check=True,
     )
     assert done.stdout.strip() == read_metrics(whole)[-1]["state_hash"]
+
+
+def test_replay_names_the_update_and_the_array_whose_recorded_bits_differ(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    lines = [json.loads(line) for line in (run_dir / "hashes.jsonl").read_text().splitlines()]
+    array = next(name for name in lines[1]["hashes"] if name.startswith("opt_state["))
+    lines[1]["hashes"][array] = "0" * 16
+    (run_dir / "hashes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main(["replay", str(run_dir), "--step", "3", "--top", "1"])
+    shown = "".join(capsys.readouterr())
+    assert f"update 2 differs: {array}, to the last bit" in shown
+    assert "update 1 differs" not in shown and "update 3 differs" not in shown
 
 
 def test_gpus_are_refused_by_name() -> None:

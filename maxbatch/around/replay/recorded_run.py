@@ -14,6 +14,7 @@ from maxbatch.config.own_parts import TRAINED, refuse_own_parts
 from maxbatch.config.pins import read_written
 from maxbatch.config.values import first_of, shown
 from maxbatch.run.folder.devices import DEVICES_FILE, DevicesUsed, read_devices
+from maxbatch.run.folder.hashes_file import ArrayHashes, read_hashes
 from maxbatch.run.folder.metrics import Record, scan_metrics
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import committed_steps
@@ -71,6 +72,11 @@ class RecordedRun:
     def lines(self) -> Mapping[int, Record]:
         """The lines of its updates, by step."""
         return {record[Metric.STEP]: record for record in scan_metrics(self.path).records}
+
+    @cached_property
+    def hashes(self) -> Mapping[int, ArrayHashes]:
+        """The hashes of its states (`reproducible_sums`), by step; empty without."""
+        return read_hashes(self.path)
 
     def line(self, step: int) -> Record:
         """Returns the line of an update; raises ConfigError if there is none."""

@@ -17,6 +17,7 @@ from maxbatch.around.replay.token_losses import token_losses
 from maxbatch.around.replay.updates import Before, updates
 from maxbatch.plan.holes import Holes
 from maxbatch.plan.skip_samples import holes_of, names_file
+from maxbatch.run.folder.hashes_file import differing_arrays, in_words
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.system.terminal.warning import note
 
@@ -126,13 +127,19 @@ def replay(
             note(f"update {step} has no line in {run.named}, and is not compared")
             continue
         compared = Compared.of(update.line, run.line(step))
-        if difference := compared.difference(is_exact):
+        recorded = run.hashes.get(step, {})
+        arrays = differing_arrays(update.hashes, recorded) if update.hashes and recorded else []
+        if difference := compared.difference(is_exact) or _of_arrays(arrays):
             differences.append(f"update {compared.step} differs: {difference}")
         if compared.step >= wanted.step - wanted.around:
             shown_updates.append(ShownUpdate(compared, shown_samples))
     start = "the first parameters" if checkpoint is None else f"checkpoint {checkpoint}"
     *before, last = shown_updates
     return Replayed(before, last, skip_samples, differences, start)
+
+
+def _of_arrays(names: list[str]) -> str | None:
+    return f"{in_words(names)}, to the last bit" if names else None
 
 
 def _shown_samples(update: Before, wanted: Wanted) -> list[ShownSample]:

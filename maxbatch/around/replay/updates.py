@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +29,12 @@ from maxbatch.run.changes import changed_reads
 from maxbatch.run.compile.cache import CompileCounter
 from maxbatch.run.context import RunContext
 from maxbatch.run.folder.ahead import read_ahead
+from maxbatch.run.folder.hashes_file import ArrayHashes
 from maxbatch.run.folder.metrics import Record
 from maxbatch.run.folder.position import CheckpointRecord, Position, newest_record
 from maxbatch.run.folder.run_folder import REFERENCE_FILE
 from maxbatch.run.folder.run_id import read_identity
+from maxbatch.run.record.hashes_log import HashesLog
 from maxbatch.run.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.run.task import Start
 from maxbatch.run.weights.checkpoint_reading import StoredCheckpoint
@@ -41,6 +43,7 @@ from maxbatch.run.weights.parameters import FirstParameters, open_source, open_s
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage.storage import AnyPath
 from maxbatch.system.terminal.warning import note
+from maxbatch.update.reproducible.hashes import StateHasher
 from maxbatch.update.state import TrainState
 
 # What an update does not need: states, evals, samples of text, logs.
@@ -74,6 +77,7 @@ class Taken(NamedTuple):
 
     line: Record  # as a run would record it
     config: Config  # the run's
+    hashes: ArrayHashes  # of the state after it; empty without `reproducible_sums`
 
 
 class _Kept(Output):
@@ -145,14 +149,15 @@ def updates(
             running, state = built.run(state, lambda *_: None, stack)
             settings = UpdatePlan.from_config(segment.config.plan, planned.plan.manager)
             kept = _Kept()
-            recorder = _recorder(context, opened, task, position, kept, stack)
+            hashes = _hashes_log(context, task, position, stack)
+            recorder = _recorder(context, opened, task, position, kept, stack, hashes)
             for fed in running.feed:
                 batch, rows = task.before(running, state, fed)
                 yield Before(batch.planned, position.samples_seen, state, rows, task)
                 state, taken = running.step(state, batch, settings)
                 recorder.add(taken)
                 recorder.catch_up()
-                yield Taken(kept.line, segment.config)
+                yield Taken(kept.line, segment.config, hashes.last if hashes else {})
                 position = recorder.position
                 if position.step == segment.last_step:
                     break
@@ -167,6 +172,7 @@ def _recorder(
     position: Position,
     kept: _Kept,
     stack: ExitStack,
+    hashes: HashesLog | None,
 ) -> Recorder:
     """Returns a recorder that keeps the position and the last line, and writes nothing."""
     config = context.config
@@ -178,7 +184,17 @@ def _recorder(
     )
     compiles = stack.enter_context(CompileCounter())
     manager, holes = task.planned.plan.manager, opened.data.holes
-    return Recorder(config.record, manager, position, compiles, meter, [kept], holes)
+    return Recorder(config.record, manager, position, compiles, meter, [kept], holes, hashes)
+
+
+def _hashes_log(
+    context: RunContext, task: ReplayedTask, position: Position, stack: ExitStack
+) -> HashesLog | None:
+    """Returns the log of the hashes in the folder of the replay; None if the run has none."""
+    if not context.config.record.optimizer.reproducible_sums:
+        return None
+    hasher = StateHasher(task.planned.abstract, task.planned.mesh)
+    return stack.enter_context(closing(HashesLog(context.folder, hasher, position.step)))
 
 
 def _origin(run: RecordedRun, opened: OpenedTask, record: CheckpointRecord | None) -> RunOrigin:

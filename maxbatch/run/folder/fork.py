@@ -21,6 +21,7 @@ from maxbatch.config.pins import read_written
 from maxbatch.run.folder.answers_file import ANSWERS_FILE
 from maxbatch.run.folder.best_checkpoint import BEST, BestCheckpoint, read_best
 from maxbatch.run.folder.devices import DEVICES_FILE, read_devices
+from maxbatch.run.folder.hashes_file import HASHES_FILE
 from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.folder.metrics import METRICS_FILE, lines_until
 from maxbatch.run.folder.old_forms import refuse_old_record
@@ -32,7 +33,6 @@ from maxbatch.run.folder.position import (
     read_record,
 )
 from maxbatch.run.folder.run_folder import (
-    HASHES_FILE,
     REFERENCE_FILE,
     TRANSCRIPTS_FILE,
     WARM_START,

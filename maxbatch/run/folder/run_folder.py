@@ -13,6 +13,7 @@ from maxbatch.run.folder.answers_file import ANSWERS_FILE
 from maxbatch.run.folder.best_checkpoint import BEST
 from maxbatch.run.folder.devices import DEVICES_FILE
 from maxbatch.run.folder.foreign import is_own, refuse_foreign
+from maxbatch.run.folder.hashes_file import HASHES_FILE
 from maxbatch.run.folder.json_file import write_json
 from maxbatch.run.folder.metrics import METRICS_FILE
 from maxbatch.run.folder.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
@@ -33,7 +34,6 @@ from maxbatch.system.storage.storage import (
 # of a run that was measured
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")
 SESSIONS_FILE, TRANSCRIPTS_FILE = "sessions.jsonl", "transcripts.jsonl"
-HASHES_FILE = "hashes.jsonl"  # of the arrays of the state, with `reproducible_sums`
 REFERENCE_FILE = "reference.bin"
 WARM_START = "warm_start"  # the run before the first update of reinforcement learning
 _FILES = (

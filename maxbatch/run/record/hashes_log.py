@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from maxbatch.parallel.hosts import is_first
+from maxbatch.run.folder.hashes_file import HASHES_FILE, ArrayHashes
 from maxbatch.run.folder.metrics_log import StepLog
-from maxbatch.run.folder.run_folder import HASHES_FILE, RunFolder
+from maxbatch.run.folder.run_folder import RunFolder
 from maxbatch.update.reproducible.hashes import StateHasher
 
 
@@ -14,10 +15,14 @@ class HashesLog:
     """A line of `hashes.jsonl` per update, written by the first host: the hash of every array.
 
     Drops lines of updates after `step`, which will be redone.
+
+    Attributes:
+      last: the hashes of the last update; empty before the first.
     """
 
     def __init__(self, folder: RunFolder, hasher: StateHasher, step: int) -> None:
         self._hasher = hasher
+        self.last: ArrayHashes = {}
         self._log = StepLog(folder, HASHES_FILE, step) if is_first() else None
 
     def append(self, step: int, lanes_NxAx2: np.ndarray) -> str:
@@ -27,8 +32,9 @@ class HashesLog:
           TrainingError: copies of an array differ.
         """
         hashes = self._hasher.read(lanes_NxAx2, step)
+        self.last = hashes.of_arrays
         if self._log is not None:
-            self._log.append({"step": step, "hashes": dict(hashes.of_arrays)})
+            self._log.append({"step": step, "hashes": dict(self.last)})
         return hashes.of_state
 
     def sync(self) -> None:
