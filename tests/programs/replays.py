@@ -6,9 +6,9 @@ replay that is killed changes nothing.
 trains short runs of six kinds (text with a ramp, holes and skipped spikes; a mixture; pairs;
 adapters; responses by reinforcement learning; experts, some of them in 8 bits) on random meshes of
 simulated devices, half of them with a resume that changes the rate, and takes a random update again
-on other devices, from a random checkpoint. It trains on corpora with planted documents, replays
-every spike, and forks the run with what the replays print until no spike is left. It kills replays
-at random moments and compares the run's folder. A difference ends the program with the case.
+on other devices, from a random checkpoint. It trains on corpora with five planted documents, each of
+which must pull the most in its update, and forks the run without them. It kills replays at random
+moments and compares the run's folder. A difference ends the program with the case.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import io
 import json
 import math
 import os
 import random
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +41,6 @@ _SPARSE = (
     "base_moe_mlp_dim=32",
     "load_balance_loss_weight=0.1",
 )
-_GOOD = 250  # characters of a good document
-_MOST_FORKS = 3  # of a run with planted documents
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -73,7 +69,7 @@ class Kinds:
         from tests.helpers.tiny import ONE_LAYER, TINY_RUN
 
         self._folder, self._chance = folder, chance
-        self._common = (*TINY_RUN, ONE_LAYER, f"data_cache_dir={folder}/cache")
+        self.common = (*TINY_RUN, ONE_LAYER, f"data_cache_dir={folder}/cache")
         texts = [{"text": text} for text in some_texts(200)]
         self._texts = write_jsonl(folder / "texts.jsonl", texts)
         others = [{"text": text} for text in some_texts(80, seed=1)]
@@ -93,7 +89,7 @@ class Kinds:
         }
 
     def _jsonl(self, path: object, *keys: str) -> tuple[str, ...]:
-        return (*self._common, "dataset_type=jsonl", f"dataset_path={path}", *keys)
+        return (*self.common, "dataset_type=jsonl", f"dataset_path={path}", *keys)
 
     def _of_text(self) -> tuple[str, ...]:
         first = self._chance.randrange(40)
@@ -217,77 +213,76 @@ def failure_of_replay(name: str, keys: tuple[str, ...], run: Path, chance: rando
     return ""
 
 
+# Each of at most 30 bytes, as rows hold.
 _POISONS: Sequence[Callable[[random.Random], str]] = (
-    lambda chance: "".join(chr(chance.randrange(0x4E00, 0x9FFF)) for _ in range(84)),
-    lambda chance: base64.b64encode(chance.randbytes(186)).decode(),
-    lambda chance: "".join(chr(chance.randrange(0xA0, 0x17F)) for _ in range(125)),
-    lambda chance: " ".join(str(chance.randrange(10**9)) for _ in range(25)),
-    lambda chance: "".join(chr(chance.randrange(0x1F300, 0x1F64F)) for _ in range(62)),
+    lambda chance: "".join(chr(chance.randrange(0x4E00, 0x9FFF)) for _ in range(10)),
+    lambda chance: base64.b64encode(chance.randbytes(21)).decode(),
+    lambda chance: "".join(chr(chance.randrange(0xA0, 0x17F)) for _ in range(14)),
+    lambda chance: str(chance.randrange(10**28, 10**29)),
+    lambda chance: "".join(chr(chance.randrange(33, 97)) for _ in range(28)),
 )
+_PLANTED, _ROWS = 5, 16  # documents of a corpus, and the batch
 
 
-def failure_of_corpus(folder: Path, number: int, size: int, chance: random.Random) -> str:
-    """Trains on a corpus with five planted documents, in two epochs, and leaves out what replays of
-    its spikes name until no spike is left; returns the failure, "" if there is none.
+def failure_of_corpus(
+    folder: Path, number: int, common: Sequence[str], chance: random.Random
+) -> str:
+    """Trains on a corpus with planted documents in two epochs, replays the second one, and leaves
+    out what pulls the most there; returns the failure, "" if there is none.
     """
-    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [path.read_text(errors="ignore")[:4000] for path in chance.sample(library, 40)]
-    good = [text[i : i + _GOOD] for text in texts for i in range(0, len(text), _GOOD)]
-    web = write_jsonl(folder / "web.jsonl", [{"text": t} for t in chance.sample(good, size)])
-    poison = _POISONS[number % len(_POISONS)]
-    dump = write_jsonl(folder / "dump.jsonl", [{"text": poison(chance)} for _ in range(5)])
+    import jax
+
+    from maxbatch import load_config
+    from maxbatch.around.replay.recorded_run import RecordedRun
+    from maxbatch.around.replay.replayed import Wanted, replay
+    from maxbatch.cli import main as main_of_maxbatch
+    from maxbatch.run.pretraining import train as pretrain
+    from tests.helpers.corpus import some_texts
+    from tests.helpers.tiny import read_metrics
+
+    updates = 12  # of an epoch
+    size, poison = updates * _ROWS - _PLANTED, _POISONS[number % len(_POISONS)]
+    texts = some_texts(size, seed=chance.randrange(1000), longest=24)
+    web = write_jsonl(folder / "web.jsonl", [{"text": text} for text in texts])
+    planted = [{"text": poison(chance)} for _ in range(_PLANTED)]
+    dump = write_jsonl(folder / "dump.jsonl", planted)
     keys = (
+        *common,
         "dataset_type=jsonl",
         f"dataset_path={web};{dump}",
-        f"data_cache_dir={folder}/cache",
-        "max_target_length=256",
         "packing=false",
-        "global_batch_size=4",
+        f"global_batch_size={_ROWS}",
         "num_epochs=2",
-        "learning_rate=3e-3",
-        "checkpoint_period=10",
-        "max_num_checkpoints_to_keep=null",
-        "skip_step_on_spikes=true",
-        "skip_step_interval=32",
-        f"run_dir={folder}/run-0",
-        "generate_prompt=",
+        "learning_rate_schedule=constant",
+        f"checkpoint_period={updates}",
     )
-    _command("train", *keys)
-    found = 0
-    for fork in range(1, _MOST_FORKS + 1):
-        run = folder / f"run-{fork - 1}"
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        spikes = [line["step"] for line in lines if line["skip_reason"] == "spike"]
-        print(f"  {run.name}: spikes {spikes}")
-        if not spikes:
-            break
-        ranges = list[str]()
-        for spike in spikes:
-            replayed = json.loads(_command("replay", run, "--step", spike, "--top", 1, "--json"))
-            (document,) = {place["file"] for place in replayed["samples"][0]["documents"]}
-            if document != str(dump):
-                return f"{run}: the sample that pulls the most of update {spike} is of {document}"
-            ranges += replayed["skip_samples"].split()
-            found += 1
-        steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()]
-        step = max(step for step in steps if step < spikes[0])
-        target = folder / f"run-{fork}"
-        skipped = f"skip_samples={' '.join(dict.fromkeys(ranges))}"
-        _command("fork", run, "--step", step, "--output", target, skipped)
-        _command("train", target / "config.yml")
-    else:
-        return f"{run} still has spikes"
-    return "" if found else "no planted document made a spike"
-
-
-def _command(*arguments: object) -> str:
-    """Runs a command in this process; returns what it printed."""
-    from maxbatch.cli import main
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = main([str(argument) for argument in arguments])
-    assert code == 0, f"{arguments}: exit code {code}"
-    return printed.getvalue()
+    train(keys, folder / "run", 1)
+    run, fork = folder / "run", folder / "fork"
+    wanted = Wanted(2 * updates, around=updates - 1)
+    found = replay(RecordedRun(str(run)), updates, wanted, jax.devices()[:2])
+    if found.differences:
+        return "; ".join(found.differences)
+    named = set[int]()  # own numbers
+    for update in found.shown:
+        by_pull = sorted(update.samples, key=lambda shown: -shown.sample.pull)
+        is_planted = [str(dump) in json.dumps(shown.to_json()) for shown in by_pull]
+        if any(is_planted) and not is_planted[0]:
+            return f"update {update.figures.step}: sample {by_pull[0].sample.index} pulls the most"
+        named |= {
+            shown.sample.index for shown, is_bad in zip(by_pull, is_planted, strict=True) if is_bad
+        }
+    if len(named) != _PLANTED:
+        return f"of {_PLANTED} planted documents {len(named)} are named"
+    skipped = "skip_samples=" + " ".join(f"{own}:{own + 1}" for own in sorted(named))
+    command = ["fork", str(run), "--step", str(updates), "--output", str(fork), skipped]
+    if main_of_maxbatch(command):
+        return "no fork"
+    pretrain(load_config(str(fork / "config.yml")), jax.devices()[:1])
+    worst, mended = (
+        max(line["loss"] for line in read_metrics(folder)[updates:]) for folder in (run, fork)
+    )
+    print(f"  highest loss of the second epoch {worst:.2f}, without the documents {mended:.2f}")
+    return "" if mended < worst else f"the highest loss is {mended}, with the documents {worst}"
 
 
 def failure_of_kills(run: Path, step: int, kills: int, chance: random.Random) -> str:
@@ -334,7 +329,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--corpora", type=int, default=0)
-    parser.add_argument("--size", type=int, default=400, help="good documents of a corpus")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(argv)
@@ -357,8 +351,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in range(asked.corpora):
             corpus = folder / f"corpus-{number}"
             corpus.mkdir()
-            failure = failure_of_corpus(corpus, number, asked.size, chance)
-            print(f"corpus {number + 1}/{asked.corpora}: {failure or 'no spike is left'}")
+            with contextlib.redirect_stdout(sys.stderr):
+                failure = failure_of_corpus(corpus, number, kinds.common, chance)
+            print(
+                f"corpus {number + 1}/{asked.corpora}: {failure or 'every planted document is found'}"
+            )
             if failure:
                 return 1
         if asked.kills:
