@@ -139,6 +139,10 @@ def open_pretraining(
             "null, since train() was given a model, a loss or a stream, whose rows it does not know",
             "null",
         )
+    packs_on_hosts = config.max_tokens_per_pass is not None and jax.process_count() > 1
+    if packs_on_hosts and config.grain_worker_count:
+        rule = "0 beside max_tokens_per_pass on several hosts, which read the rows they pack"
+        raise config.fault("grain_worker_count", rule, 0)
     tasks = _open_tasks(config.evaluation, parts)
     mesh_shape = checked_mesh_shape(planning, keys, context.devices)
     expansion = max(1, int(expansion_factor(planning, jax.process_count())))
