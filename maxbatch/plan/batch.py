@@ -17,6 +17,7 @@ from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
 from maxbatch.plan.holes import Holes
+from maxbatch.plan.long_rows import LongRows
 from maxbatch.plan.mesh_shape import (
     BATCH_AXES,
     MOST_DEVICES,
@@ -126,6 +127,7 @@ class BatchPlan:
     warnings: tuple[str, ...]
     rl: RLBatch | None
     experts: ExpertGroups | None  # None: a dense model
+    long_rows: LongRows | None  # None: no row is split
     sample: str  # what the run counts, in a word
     decays: tuple[Decays, ...]
     manager: RampupBatchManager
@@ -260,6 +262,9 @@ class BatchPlan:
             experts=ExpertGroups.if_any(
                 config.model, meshes.training, micro // pipeline_parts, slots
             ),
+            long_rows=LongRows.if_any(
+                config.model, meshes.training, micro // pipeline_parts, slots
+            ),
             sample=config.recipe.unit,
             decays=tuple(
                 map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))
@@ -297,12 +302,8 @@ class BatchPlan:
         """
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
-        plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
-        plan |= (
-            {name: _json(value) for name, value in self.experts._asdict().items()}
-            if self.experts
-            else {}
-        )
+        for group in filter(None, (self.rl, self.experts, self.long_rows)):
+            plan |= {name: _json(value) for name, value in group._asdict().items()}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {
@@ -339,7 +340,7 @@ class BatchPlan:
         return [[self.samples_of(-1, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_NUMBERS = ("sample", "decays", "manager", "meshes", "warnings", "rl", "experts")
+_NOT_NUMBERS = ("sample", "decays", "manager", "meshes", "warnings", "rl", "experts", "long_rows")
 
 
 def _json(number: Number | None) -> int | float | None:

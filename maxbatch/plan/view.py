@@ -78,6 +78,10 @@ experts
   expert_bytes_per_device        bytes of their weights in a device's state
   rows_per_expert_group          rows of a group in one pass
   choices_per_expert             tokens per expert of these rows, if all get equally many
+long rows
+  context_shards                 devices that share a row
+  context_bytes_per_layer        bytes that a device receives in a layer's attention, forward, in one pass
+  context_busiest_share          causal scores of the busiest of these devices, as a multiple of the mean
 loading
   expansion_factor_real_data     e: one host in e loads; -1: every host
   num_loading_hosts              hosts that load data
@@ -389,7 +393,10 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     # A line of _NUMBERS that is not indented is the title of those below it.
     for line in _NUMBERS.strip().splitlines():
         name, meaning = line.split(maxsplit=1) if line.startswith(" ") else ("", line)
-        source = next((part for part in (plan, plan.experts, plan.rl) if hasattr(part, name)), None)
+        source = next(
+            (part for part in (plan, plan.experts, plan.long_rows, plan.rl) if hasattr(part, name)),
+            None,
+        )
         if not name:
             title = line
         elif source and not absent.get(title) and name not in unstated:
