@@ -302,8 +302,11 @@ class BatchPlan:
         """
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
-        for group in filter(None, (self.rl, self.experts, self.long_rows)):
-            plan |= {name: _json(value) for name, value in group._asdict().items()}
+        groups: list[RLBatch | ExpertGroups | LongRows | None]
+        groups = [self.rl, self.experts, self.long_rows]
+        for group in groups:
+            if group is not None:
+                plan |= {name: _json(value) for name, value in group._asdict().items()}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {
