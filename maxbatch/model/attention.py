@@ -108,7 +108,9 @@ def attend(
     https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so
     is the result.
     """
-    if scores.strategy == "ring":
+    of_heads = ("batch", "length", "heads", "head_dim")
+    # scoring has rows of any length, also of one that the context axis does not divide
+    if scores.strategy == "ring" and constrain.spec(q_MxLxHxh.shape, of_heads)[1]:
         return ring_attend(
             q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores, sinks_H
         )

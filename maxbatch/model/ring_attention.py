@@ -14,7 +14,7 @@ and value heads, G = H / K, h head_dim.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.balanced_rows import collected, dealt
+from maxbatch.model.placed_heads import PlacedHeads
 from maxbatch.model.scores import ScoreRules, soft_capped
 from maxbatch.parallel.sharding import Constrain
 
@@ -43,39 +44,43 @@ def ring_attend(
     """Returns causal attention within segments, as `attend` of attention.py does, with rows split
     over the axis `context`.
 
-    If the tensor axis splits the query heads and cannot split the key heads, these are repeated.
+    Few key heads may be repeated (`PlacedHeads`).
 
     Args:
-      constrain: with a mesh, whose context axis splits L, in a balanced ring into even shares.
+      constrain: with a mesh, whose context axis splits L. Rows of odd shares stay in order.
     """
     mesh = constrain.mesh
     assert mesh is not None, "a ring has devices"
-    batch, context, tensor, _ = constrain.spec(
-        q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim")
+    batch, context, tensor, k_MxLxKxh, v_MxLxKxh = PlacedHeads.of(
+        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, constrain
     )
-    if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
-        repeats = q_MxLxHxh.shape[2] // k_MxLxKxh.shape[2]
-        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
+    assert context is not None, "the axis of the ring splits rows"
     if sinks_H is None:
         sinks_H = jnp.full(q_MxLxHxh.shape[2], _HIDDEN, jnp.float32)
 
     is_local = jnp.asarray(scores.is_local)  # traced where a loop runs layers of both kinds
+    size = mesh.shape[context]
     ring = _Ring(
         context,
-        mesh.shape[context],
+        size,
         scores._replace(
             scale=scores.scale or q_MxLxHxh.shape[-1] ** -0.5,
             is_local=scores.is_local is not False,
+            is_balanced=scores.is_balanced and q_MxLxHxh.shape[1] % (2 * size) == 0,
         ),
     )
     of_heads, of_tokens = P(batch, context, tensor, None), P(batch, context)
     attended: jax.Array = jax.shard_map(
         partial(_attend_here, ring),
         mesh=mesh,
-        in_specs=(of_heads, of_heads, of_heads, of_tokens, P(tensor), P()),
+        in_specs=(_Operands(of_heads, of_heads, of_heads, of_tokens, P(tensor), P()),),
         out_specs=of_heads,
         check_vma=False,  # custom gradients do not say over which axes they vary
-    )(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, sinks_H.astype(jnp.float32), is_local)
+    )(
+        _Operands(
+            q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, sinks_H.astype(jnp.float32), is_local
+        )
+    )
     return attended
 
 
@@ -102,6 +107,17 @@ class _Ring(NamedTuple):
         """Returns the place in the row of the first token of each part of a device."""
         numbers = [device, 2 * self.size - 1 - device][: self.num_parts]
         return [number * part_tokens for number in numbers]
+
+    def pairs(
+        self, device: jax.Array, part_tokens: int, is_local: jax.Array
+    ) -> Iterator[tuple[int, int, _Place]]:
+        """Yields each part of this device's queries with each part of a device's keys, and their
+        place.
+        """
+        of_queries = self.starts(jax.lax.axis_index(self.axis), part_tokens)
+        of_keys = self.starts(device, part_tokens)
+        for a, b in itertools.product(range(self.num_parts), repeat=2):
+            yield a, b, _Place(of_queries[a], of_keys[b], is_local)
 
     def sent(self, tree: T) -> T:
         """Returns what the device before had."""
@@ -133,6 +149,17 @@ class _Ring(NamedTuple):
         state = visit(state, keys, device)
         after: T = jax.lax.fori_loop(1, self.size, turn, (state, keys))[0]
         return after
+
+
+class _Operands(NamedTuple):
+    """What attention reads; inside of `shard_map` this device's share of it."""
+
+    q_MxLxHxh: Any  # arrays, or their partitions
+    k_MxLxKxh: Any
+    v_MxLxKxh: Any
+    segments_MxL: Any
+    sinks_H: Any  # float32
+    is_local: Any
 
 
 class _Keys(NamedTuple):
@@ -171,44 +198,30 @@ class _Place(NamedTuple):
     key: jax.Array
     is_local: jax.Array
 
+    def if_seen(self, step: Callable[..., T], state: T, *arguments: Any) -> T:
+        """Returns the state after a step, or as it is if no query comes after a key."""
+        after: T = jax.lax.cond(
+            self.key <= self.query, step, lambda state, *_: state, state, *arguments, self
+        )
+        return after
 
-def _attend_here(
-    ring: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    sinks_H: jax.Array,
-    is_local: jax.Array,
-) -> jax.Array:
+
+def _attend_here(ring: _Ring, operands: _Operands) -> jax.Array:
     """Returns the attention of this device's share of each row, inside of `shard_map`."""
-    q, k, v, segments = (ring.dealt(x) for x in (q, k, v, segments))
-    return ring.collected(_attended(ring, q, k, v, segments, sinks_H, is_local))
+    q, k, v, segments = (ring.dealt(x) for x in operands[:4])
+    return ring.collected(_attended(ring, _Operands(q, k, v, segments, *operands[4:])))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attended(
-    ring: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    sinks_H: jax.Array,
-    is_local: jax.Array,
-) -> jax.Array:
-    return _forward(ring, q, k, v, segments, sinks_H, is_local)[0]
+def _attended(ring: _Ring, operands: _Operands) -> jax.Array:
+    return _forward(ring, operands)[0]
 
 
 def _forward(
-    ring: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    sinks_H: jax.Array,
-    is_local: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ring: _Ring, operands: _Operands
+) -> tuple[jax.Array, tuple[_Operands, jax.Array, jax.Array]]:
     """Returns the attention, and what its gradient needs."""
+    q, k, v, segments, sinks_H, is_local = operands
     rows, share, heads, _ = q.shape
     kv_heads, part_tokens = k.shape[2], share // ring.num_parts
     by_head = (rows, kv_heads, heads // kv_heads, part_tokens)
@@ -216,19 +229,12 @@ def _forward(
     # A sink is a key without a value. One that is hidden adds nothing beside a score.
     seen = _Seen(peak, jnp.ones(by_head), jnp.zeros((*by_head, v.shape[-1])))
     queries = ring.parts(_Queries(q, segments))
-    starts = ring.starts(jax.lax.axis_index(ring.axis), part_tokens)
 
     def visit(all_seen: list[_Seen], keys: _Keys, device: jax.Array) -> list[_Seen]:
-        parts = list(zip(ring.parts(keys), ring.starts(device, part_tokens), strict=True))
-        all_seen = list(all_seen)
-        for number, (keys_of_part, key_start) in itertools.product(range(ring.num_parts), parts):
-            place = _Place(starts[number], key_start, is_local)
-            all_seen[number] = jax.lax.cond(
-                place.key <= place.query,
-                partial(_see, ring.scores),
-                lambda seen, *_: seen,
-                *(all_seen[number], queries[number], keys_of_part, place),
-            )
+        all_seen, keys_of_parts = list(all_seen), ring.parts(keys)
+        for a, b, place in ring.pairs(device, part_tokens, is_local):
+            see = partial(_see, ring.scores)
+            all_seen[a] = place.if_seen(see, all_seen[a], queries[a], keys_of_parts[b])
         return all_seen
 
     all_seen = ring.around(visit, [seen] * ring.num_parts, _Keys(k, v, segments))
@@ -239,7 +245,7 @@ def _forward(
     log_sums = jnp.concatenate(
         [seen.peak_MxKxGxp + jnp.log(seen.sum_MxKxGxp) for seen in all_seen], axis=3
     )
-    return attended, (q, k, v, segments, sinks_H, is_local, attended, log_sums)
+    return attended, (operands, attended, log_sums)
 
 
 def _see(scores: ScoreRules, seen: _Seen, queries: _Queries, keys: _Keys, place: _Place) -> _Seen:
@@ -274,29 +280,24 @@ def _see_block(
 
 
 def _backward(
-    ring: _Ring, residuals: tuple[jax.Array, ...], gradient: jax.Array
-) -> tuple[jax.Array | None, ...]:
+    ring: _Ring, residuals: tuple[_Operands, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[_Operands]:
     """Returns the gradients of queries, keys, values and sinks."""
-    q, k, v, segments, sinks_H, is_local, attended, log_sums = residuals
+    (q, k, v, segments, sinks_H, is_local), attended, log_sums = residuals
     kv_heads, part_tokens = k.shape[2], q.shape[1] // ring.num_parts
     slopes = _by_head(gradient, kv_heads)
     # of the softmax's sum: what a weight's gradient is measured from
     means = jnp.sum(slopes * _by_head(attended, kv_heads), axis=-1)
     queries = ring.parts(_Queries(q, segments))
     known = ring.parts(_Known(log_sums, means, slopes), axis=3)
-    starts = ring.starts(jax.lax.axis_index(ring.axis), part_tokens)
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
 
     def visit(state: Any, keys: _Keys, device: jax.Array) -> Any:
-        of_queries, of_keys = list(state[0]), ring.parts(state[1])
-        parts = list(zip(ring.parts(keys), ring.starts(device, part_tokens), strict=True))
-        for a, b in itertools.product(range(ring.num_parts), repeat=2):
-            place = _Place(starts[a], parts[b][1], is_local)
-            of_queries[a], of_keys[b] = jax.lax.cond(
-                place.key <= place.query,
-                partial(_add_gradients, ring.scores),
-                lambda sums, *_: sums,
-                *((of_queries[a], of_keys[b]), queries[a], parts[b][0], known[a], place),
+        of_queries, of_keys, keys_of_parts = list(state[0]), ring.parts(state[1]), ring.parts(keys)
+        for a, b, place in ring.pairs(device, part_tokens, is_local):
+            add, sums = partial(_add_gradients, ring.scores), (of_queries[a], of_keys[b])
+            of_queries[a], of_keys[b] = place.if_seen(
+                add, sums, queries[a], keys_of_parts[b], known[a]
             )
         joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *of_keys)
         # Gradients of keys travel with their keys; after the last visit they are at home.
@@ -305,13 +306,11 @@ def _backward(
     start = [zeros(part.q_MxlxHxh) for part in queries], zeros((k, v))
     of_queries, (of_k, of_v) = ring.around(visit, start, _Keys(k, v, segments))
     weight_of_sinks = jnp.exp(sinks_H.reshape(1, kv_heads, -1, 1) - log_sums)
+    of_sinks = -jnp.sum(weight_of_sinks * means, axis=(0, 3)).reshape(-1)
+    of_q = jnp.concatenate(of_queries, axis=1).astype(q.dtype)
+    nothing: Any = None  # of numbers that have no gradient
     return (
-        jnp.concatenate(of_queries, axis=1).astype(q.dtype),
-        of_k.astype(k.dtype),
-        of_v.astype(v.dtype),
-        None,
-        -jnp.sum(weight_of_sinks * means, axis=(0, 3)).reshape(-1),
-        None,
+        _Operands(of_q, of_k.astype(k.dtype), of_v.astype(v.dtype), nothing, of_sinks, nothing),
     )
 
 

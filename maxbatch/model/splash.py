@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.balanced_rows import collected, dealt
 from maxbatch.model.balanced_rows import places as balanced_places
+from maxbatch.model.placed_heads import PlacedHeads
 from maxbatch.model.scores import PLAIN, ScoreRules
 from maxbatch.parallel.remat import CONTEXT
 from maxbatch.parallel.sharding import Constrain, num_shards
@@ -47,8 +48,8 @@ def splash_attend(
     attention.py does.
 
     Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split
-    it. If the context axis splits the length, keys and values are gathered over it. If the tensor
-    axis splits the query heads and cannot split the key heads, these are repeated.
+    it. If the context axis splits the length, keys and values are gathered over it, and queries
+    may be in the balanced order meanwhile. Few key heads may be repeated (`PlacedHeads`).
 
     Args:
       constrain: with a mesh, whose context axis splits L into multiples of 128. On CPUs the kernel
@@ -59,16 +60,14 @@ def splash_attend(
     mesh = constrain.mesh
     assert mesh is not None, "the kernel is placed by hand"
     _, length, heads, head_dim = q_MxLxHxh.shape
-    batch, context, tensor, _ = constrain.spec(
-        q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim")
+    batch, context, tensor, k_MxLxKxh, v_MxLxKxh = PlacedHeads.of(
+        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, constrain
     )
-    if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
-        repeats = heads // k_MxLxKxh.shape[2]
-        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
     over_heads = (tensor,) if isinstance(tensor, str) else tensor or ()
     shards = mesh.shape[context] if context else 1, num_shards(mesh, over_heads)
 
-    is_balanced = scores.is_balanced and shards[0] > 1
+    size = shards[0]  # of the context axis; rows of odd shares stay in order
+    is_balanced = scores.is_balanced and size > 1 and length % (2 * size) == 0
     scale = scores.scale or head_dim**-0.5
 
     def attend_here(
@@ -79,24 +78,15 @@ def splash_attend(
         q_segments: jax.Array,
         kv_segments: jax.Array,
     ) -> jax.Array:
+        if is_balanced and context:
+            q, q_segments = (dealt(x, context, size) for x in (q, q_segments))
         # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
         if scale != 1.0:
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         segments = kernels.SegmentIds(q_segments, kv_segments)
-        return _attended(kernel, q, k, v, segments).transpose(0, 2, 1, 3)
-
-    def attend_in_balance(
-        kernel: Callable[..., jax.Array],
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        q_segments: jax.Array,
-        kv_segments: jax.Array,
-    ) -> jax.Array:
-        q, q_segments = (dealt(x, context, shards[0]) for x in (q, q_segments))
-        attended = attend_here(kernel, q, k, v, q_segments, kv_segments)
-        return collected(attended, context, shards[0])
+        attended = _attended(kernel, q, k, v, segments).transpose(0, 2, 1, 3)
+        return collected(attended, context, size) if is_balanced and context else attended
 
     q_spec, kv_spec = P(batch, context, tensor, None), P(batch, None, tensor, None)
     operands = q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL
@@ -107,7 +97,7 @@ def splash_attend(
         )
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
         attended: jax.Array = jax.shard_map(
-            attend_in_balance if is_balanced else attend_here,
+            attend_here,
             mesh=mesh,
             in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, P(batch, context), P(batch, None)),
             out_specs=q_spec,

@@ -54,7 +54,7 @@ def operands(kv_heads: int) -> tuple[jax.Array, ...]:
 
 def attended(constrain: Constrain, rules: ScoreRules, *arrays: Any) -> jax.Array:
     """The attention of rows in two halves, as the train step has it."""
-    segments = jnp.asarray(SEGMENTS_4xL.reshape(2, 2, LENGTH))
+    segments = jnp.asarray(SEGMENTS_4xL.reshape(2, 2, LENGTH)[:, :, : arrays[0].shape[2]])
 
     def of_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         return attend(q, k, v, segments, rules, constrain, *arrays[3:])
@@ -86,6 +86,18 @@ def test_split_rows_attend_as_whole_ones_and_have_their_gradients(
         constrained(data=2, context=4), rules._replace(**STRATEGIES[strategy])
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), whole, split)
+
+
+@pytest.mark.parametrize("length", [28, 30])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_of_any_length_attend_alike(strategy: str, length: int) -> None:
+    """Scoring has rows that the devices divide into odd shares (28), or that they do not (30)."""
+    arrays = [x[:, :, :length] for x in operands(2)]
+    rules = ScoreRules(**STRATEGIES[strategy])  # type: ignore[arg-type]
+    whole = attended(Constrain(), ScoreRules(), *arrays)
+    constrain = constrained(data=2, context=4)
+    split = jax.jit(lambda *arrays: attended(constrain, rules, *arrays))(*arrays)
+    np.testing.assert_allclose(whole, split, atol=2e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

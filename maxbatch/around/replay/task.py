@@ -37,6 +37,8 @@ LAYOUT = (
     "num_pipeline_repeats",
     "expansion_factor_real_data",
     "attention",
+    "context_parallel_strategy",
+    "context_parallel_load_balance",
     "compiled_dir",
 )
 
