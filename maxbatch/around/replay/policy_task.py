@@ -45,13 +45,11 @@ from maxbatch.kinds.prompt.run import (
     open_policy_training,
 )
 from maxbatch.plan.batch import ResumePoint
-from maxbatch.plan.holes import Holes
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.run.context import RunContext
 from maxbatch.run.folder.metrics_schema import Metric
 from maxbatch.run.folder.position import Position
 from maxbatch.run.folder.run_folder import WARM_START
-from maxbatch.run.task import TaskData, TaskModel
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.update.state import TrainState
 
@@ -162,11 +160,6 @@ class PolicyTask(ReplayedTask):
             contents.append(Response(place % group, trained[place], pieces))
         return contents
 
-    @property
-    def holes(self) -> Holes:
-        """The holes of the stream."""
-        return self.opened.data.holes
-
     def again(self, own_numbers: Sequence[int], first: int, end: int) -> list[int]:
         """Returns the own numbers among `first` to `end` - 1 with the records of some prompts."""
         order = self.opened.prompts.order
@@ -200,16 +193,6 @@ class OpenedPrompts(OpenedTask):
     def of(cls, segment: Segment, context: RunContext) -> OpenedPrompts:
         """Opens the prompts and the rewards of a segment."""
         return cls(segment, open_policy_training(context))
-
-    @property
-    def data(self) -> TaskData:
-        """The prompts of the run."""
-        return self.opened.data
-
-    @property
-    def model(self) -> TaskModel:
-        """The model of the run."""
-        return self.opened.model
 
     def source(self, run: RecordedRun) -> tuple[str, str]:
         """Returns the config key and the path of the first parameters; a warm start is in the

@@ -27,7 +27,6 @@ from maxbatch.data.feed.feed import StagedBatch
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.stream import Stream
 from maxbatch.plan.batch import BatchPlan, ResumePoint
-from maxbatch.plan.holes import Holes
 from maxbatch.plan.place import Place
 from maxbatch.run.context import RunContext
 from maxbatch.run.folder.metrics_schema import Metric
@@ -39,7 +38,6 @@ from maxbatch.run.pretraining import (
     open_pretraining,
 )
 from maxbatch.run.taking_over import position_taken_over
-from maxbatch.run.task import TaskData, TaskModel
 from maxbatch.run.weights.foreign import ForeignState
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.update.state import TrainState
@@ -127,11 +125,6 @@ class StreamTask(ReplayedTask):
         return total
 
     @property
-    def holes(self) -> Holes:
-        """The holes of the stream."""
-        return self.opened.data.holes
-
-    @property
     def _stream(self) -> Stream:
         assert self.opened.stream is not None, "this process loads data"
         return self.opened.stream
@@ -148,16 +141,6 @@ class OpenedStream(OpenedTask):
     def of(cls, segment: Segment, context: RunContext) -> OpenedStream:
         """Opens the data of a segment."""
         return cls(segment, open_pretraining(context, concludes=False))
-
-    @property
-    def data(self) -> TaskData:
-        """The data of the run."""
-        return self.opened.data
-
-    @property
-    def model(self) -> TaskModel:
-        """The model of the run."""
-        return self.opened.model
 
     def source(self, run: RecordedRun) -> tuple[str, str]:
         """Returns the config key and the path of the first parameters."""

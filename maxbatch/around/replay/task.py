@@ -23,7 +23,7 @@ from maxbatch.plan.holes import Holes
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.run.context import RunContext
 from maxbatch.run.folder.position import Position
-from maxbatch.run.task import Planned, TaskData, TaskModel
+from maxbatch.run.task import Opened, Planned, TaskData, TaskModel
 from maxbatch.run.weights.origin import RunOrigin
 from maxbatch.update.gradients import Objective
 from maxbatch.update.state import TrainState
@@ -92,12 +92,13 @@ class UpdateRows(NamedTuple):
 class ReplayedTask(ABC):
     """A task planned from a position on, whose updates are taken again."""
 
+    opened: Opened[Any]
     planned: Planned[Any]
 
     @property
-    @abstractmethod
     def holes(self) -> Holes:
         """The holes of the stream."""
+        return self.opened.data.holes
 
     @abstractmethod
     def before(self, running: Any, state: TrainState, batch: Any) -> tuple[Any, UpdateRows]:
@@ -113,17 +114,19 @@ class ReplayedTask(ABC):
 
 
 class OpenedTask(ABC):
-    """A task whose data are open (`maxbatch.run.task.Opened`), before it is planned."""
+    """A task whose data are open, before it is planned."""
+
+    opened: Opened[Any]
 
     @property
-    @abstractmethod
     def data(self) -> TaskData:
         """The data of the run."""
+        return self.opened.data
 
     @property
-    @abstractmethod
     def model(self) -> TaskModel:
         """The model of the run."""
+        return self.opened.model
 
     @abstractmethod
     def source(self, run: RecordedRun) -> tuple[str, str]:
