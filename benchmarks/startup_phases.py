@@ -14,7 +14,15 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-_LIBRARIES = ("numpy", "jax", "flax.nnx", "optax", "grain", "tensorboardX", "rich.console")
+_LIBRARIES = (
+    "numpy",
+    "jax",
+    "flax.nnx",
+    "optax",
+    "grain",
+    "maxbatch.run.record.board",
+    "rich.console",
+)
 
 
 def main(output: str, began: str, *overrides: str) -> None:
@@ -45,7 +53,7 @@ def main(output: str, began: str, *overrides: str) -> None:
 
     config = load_config(overrides=overrides)
     passed("config")
-    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     devices = jax.devices()
     passed("devices")
     stream = open_stream(config)
