@@ -195,7 +195,7 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
     from maxbatch.system.storage.storage import as_path
     from maxbatch.update.state import TrainState
 
-    join(60)
+    join(60, host_wait_s=60)
     num_hosts = jax.process_count()
     rows = (
         megabytes * (1 << 20) // (4 * 3 * _NUM_ARRAYS * _LAYERS * _COLUMNS) // num_hosts * num_hosts
@@ -265,7 +265,10 @@ def host(place: str, run_dir: str, folder: Path, megabytes: int) -> None:
         before = _peak()
         with timed("save"):
             started = time.perf_counter()
-            saved.save(state, Position(step, Place(step)))
+            if isinstance(saved, LocalCheckpoints):
+                saved.save(state, Position(step, Place(step)), line=None)
+            else:
+                saved.save(state, Position(step, Place(step)))
             figures["save_blocks_s"] = max(gather(time.perf_counter() - started))
             saved.settle() if place == "local" else saved.close()
         if place == "local":

@@ -145,7 +145,7 @@ def _maxtext(title: str, decoder_block: str, *settings: str, **case: object) -> 
     stated = dict(setting.split("=", 1) for setting in settings)
     defaults = {**SMALL, "per_device_batch_size": "4", "learning_rate": "1e-2"}
     whole = {"model_name": "default", "decoder_block": decoder_block, **defaults, **stated}
-    return Case("maxtext", title, whole, **case)  # type: ignore[arg-type]
+    return Case("maxtext", title, whole, **case)
 
 
 def _trl(title: str, trainer: str, **arguments: object) -> Case:
@@ -154,7 +154,7 @@ def _trl(title: str, trainer: str, **arguments: object) -> Case:
     }
     defaults = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, **arguments}
     settings = {name: json.dumps(value) for name, value in defaults.items()}
-    return Case("trl", title, settings, trainer=trainer, **case)  # type: ignore[arg-type]
+    return Case("trl", title, settings, trainer=trainer, **case)
 
 
 EXPERTS = (

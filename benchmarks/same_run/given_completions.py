@@ -42,7 +42,9 @@ def sampler_of(completions: Completions) -> type[Sampler]:
             decoder = nnx.merge(self._program.graphdef, params)
             scores = token_logprobs(decoder, jnp.asarray(tokens_BxL), jnp.asarray(segments_BxL))
             return Responses(
-                *map(jnp.asarray, (tokens_BxL, starts_B, lengths_B)),
+                jnp.asarray(tokens_BxL),
+                jnp.asarray(starts_B),
+                jnp.asarray(lengths_B),
                 jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0),
             )
 
