@@ -118,7 +118,7 @@ def attend(
         return attend_by_heads(
             q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores, sinks_H
         )
-    if scores.implementation == "splash":
+    if scores.implementation == "splash" and sinks_H is None:
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
     mask = (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
     if scores.is_local is not False:

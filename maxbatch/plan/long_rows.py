@@ -39,15 +39,32 @@ class LongRows(NamedTuple):
         heads = model.base_num_query_heads
         kv_heads = model.base_num_kv_heads if attention.groups_heads else heads
         width, value_width = attention_widths(model)
-        tokens = Fraction(rows * length, shape.batch_shards)
-        if model.context_parallel_strategy == "ulysses":
+        tokens, strategy = (
+            Fraction(rows * length, shape.batch_shards),
+            model.context_parallel_strategy,
+        )
+        of_share = tokens * (width + value_width) / (tensor * size)  # of one head
+        is_balanced = model.context_parallel_load_balance
+        if strategy == "ulysses":
             kv_heads = math.lcm(kv_heads, tensor * size)
-            numbers = tokens * (heads + kv_heads) * (width + value_width) / (tensor * size)
+            numbers = of_share * (heads + kv_heads) * (size - 1) / size
         else:
             kv_heads = kv_heads if kv_heads % tensor == 0 else heads
-            numbers = tokens * kv_heads * (width + value_width) / tensor
-        received = numbers * (size - 1) / size * _BYTES[model.dtype]
-        is_even = (
-            model.context_parallel_strategy == "ulysses" or model.context_parallel_load_balance
+            numbers = of_share * kv_heads * (size - 1)
+            if is_balanced:  # queries and results change their order, and the keys of a ring
+                dealt = heads + (kv_heads if strategy == "ring" else 0)
+                numbers += of_share * dealt * _dealt_share(size)
+        is_even = strategy == "ulysses" or is_balanced
+        return cls(
+            size,
+            round(numbers * _BYTES[model.dtype]),
+            1.0 if is_even else (2 * size - 1) / size,
         )
-        return cls(size, round(received), 1.0 if is_even else (2 * size - 1) / size)
+
+
+def _dealt_share(size: int) -> Fraction:
+    """Returns the share of its tokens that a device receives for the balanced order, at most."""
+    received = (
+        {device, 2 * size - 1 - device} - {2 * device, 2 * device + 1} for device in range(size)
+    )
+    return Fraction(max(map(len, received)), 2)

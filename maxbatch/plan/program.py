@@ -29,22 +29,19 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
     cap, of_head = model.attn_logits_soft_cap, FAMILIES[model.decoder_block].attention.head_width
     if of_head == "head_dim" and head_dim != model.head_dim:
         of_head = "2 x head_dim"
-    no_sinks = (
-        not FAMILIES[model.decoder_block].attention.has_sinks,
-        f"have no sinks, and decoder_block={model.decoder_block}",
-    )
+    has_sinks = FAMILIES[model.decoder_block].attention.has_sinks
+    no_sinks = f"have no sinks, and decoder_block={model.decoder_block}"
     has_ring = context > 1 and model.context_parallel_strategy == "ring"
-    no_ring = (not has_ring, "see keys in one place, and context_parallel_strategy=ring moves them")
     shards = 1 if model.context_parallel_strategy == "ulysses" else context
-    block = f"{LANES} x {shards} context shards" if shards > 1 else LANES
+    parts = 2 if has_ring and model.context_parallel_load_balance else 1  # of a share
+    block = f"{LANES} x {shards} context shards" if shards > 1 else f"{LANES}"
     return {
         "splash": [
             (
-                length % (LANES * shards) == 0,
-                f"have max_target_length={length} divisible by {block}",
+                length % (LANES * shards * parts) == 0,
+                f"have max_target_length={length} divisible by {block}{' x 2 parts' * (parts - 1)}",
             ),
-            no_ring,
-            no_sinks,
+            (not has_sinks or has_ring, no_sinks),  # a ring adds them to the kernels' sums
         ],
         # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
         "cudnn": [
@@ -59,7 +56,7 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
                 f"have the whole length on a device, and the context axis has {shards}",
             ),
             (not cap, f"have attn_logits_soft_cap=0, not {cap:g}"),
-            no_sinks,
+            (not has_sinks, no_sinks),
         ],
         "dot_product": [],
     }

@@ -125,6 +125,16 @@ def test_blocks_follow_the_length(length: int, block: int) -> None:
         ("tpu", ("max_target_length=256",), "splash"),
         ("tpu", ("max_target_length=200",), "dot_product"),
         ("tpu", ("max_target_length=256", "ici_context_parallelism=4"), "dot_product"),
+        (
+            "tpu",
+            (
+                "max_target_length=512",
+                "ici_context_parallelism=4",
+                "context_parallel_strategy=ring",
+                "decoder_block=gpt_oss",
+            ),
+            "splash",
+        ),
         ("gpu", ("dtype=bfloat16",), "cudnn"),
         ("gpu", ("dtype=float32",), "dot_product"),
         ("gpu", ("dtype=bfloat16", "head_dim=256"), "dot_product"),

@@ -22,7 +22,17 @@ MODEL = (
     [
         ((), 2 * 2 * 4096 * 8 * 128 * 7 // 8, 15 / 8),
         (("context_parallel_strategy=ring",), 2 * 2 * 4096 * 8 * 128 * 7 // 8, 15 / 8),
-        (("context_parallel_load_balance=true",), 2 * 2 * 4096 * 8 * 128 * 7 // 8, 1.0),
+        # each device's queries and results change their order, in a ring its keys and values too
+        (
+            ("context_parallel_load_balance=true",),
+            2 * 2 * 128 * (4096 * 8 * 7 // 8 + 512 * 32),
+            1.0,
+        ),
+        (
+            ("context_parallel_strategy=ring", "context_parallel_load_balance=true"),
+            2 * 2 * 128 * (4096 * 8 * 7 // 8 + 512 * (32 + 8)),
+            1.0,
+        ),
         # the eight devices of the axis each get a key head and four query heads of whole rows
         (("context_parallel_strategy=ulysses",), 2 * 2 * 4096 * (32 + 8) * 128 * 7 // 64, 1.0),
     ],

@@ -365,6 +365,9 @@ def _splash_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
         products = _FUSED_BACKWARD_PRODUCTS
     grid = next((dims for kind, dims in given if kind[0] == "s" and len(dims) == 3), None)
     share = _computed_share(queries[-2], keys[-2], _blocks(instruction, splash[1]), grid)
+    # Two arrays tell segments apart. A third one has the places of queries, unless all are seen.
+    if sum(kind == "s32" and len(dims) >= 2 and dims[-1] != 1 for kind, dims in given) == 2:
+        share = 1.0
     return share * products * 2 * math.prod(queries) * keys[-2]
 
 

@@ -1,0 +1,121 @@
+"""Splash kernels in a ring: what one device attends to, with the work divided evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.model.attention import attend
+from maxbatch.model.ring_attention import _Operands, _Ring
+from maxbatch.model.ring_splash import SplashVisits
+from maxbatch.model.ring_visits import Keys, Place, Queries
+from maxbatch.model.scores import PLAIN, ScoreRules
+from maxbatch.model.splash import block_size
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.sharding import Constrain, activation_constraint
+from tests.helpers.tiny import tiny_config
+
+HEADS, WIDTH = 4, 16
+
+
+def constrained(length: int, **axes: int) -> Constrain:
+    stated = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | axes
+    config = tiny_config(
+        f"max_target_length={length}",
+        *(f"ici_{axis}_parallelism={size}" for axis, size in stated.items()),
+    )
+    return activation_constraint(make_mesh(config), ("fsdp",))
+
+
+def segments_of(length: int) -> np.ndarray:
+    """Two rows: documents that end on the edges of parts and inside of them, and one document."""
+    ends = np.zeros((2, length), np.int32)
+    ends[0, [128, 200, length - 128, length - 3]] = 1
+    return np.cumsum(ends, axis=1)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("length", "rules", "has_sinks", "is_traced"),
+    [
+        (512, ScoreRules(strategy="ring", is_balanced=True), False, False),
+        # windows that reach two parts back, in a loop that runs layers of both kinds
+        (
+            512,
+            ScoreRules(0.3, 2.0, 200, True, strategy="ring", is_balanced=True),
+            True,
+            True,
+        ),
+        (256, ScoreRules(window=100, is_local=True, strategy="ring"), False, False),
+    ],
+    ids=["balanced", "soft cap, sinks and windows in a loop", "windows in order"],
+)
+def test_a_ring_of_kernels_attends_as_one_device_and_has_its_gradients(
+    length: int, rules: ScoreRules, has_sinks: bool, is_traced: bool
+) -> None:
+    constrain, segments = constrained(length, data=2, context=2, tensor=2), segments_of(length)
+    draw = np.random.default_rng(0)
+    arrays: list[Any] = [
+        jnp.asarray(draw.normal(size=(2, length, heads, WIDTH)), jnp.float32)
+        for heads in (HEADS, 2, 2)
+    ]
+    if has_sinks:
+        arrays.append(jnp.linspace(-1.0, 1.0, HEADS))
+
+    def value_and_gradients(rules: ScoreRules, constrain: Constrain) -> Any:
+        def value(is_local: Any, *arrays: Any) -> jax.Array:
+            stated = rules._replace(is_local=is_local) if is_traced else rules
+            out = attend(*arrays[:3], jnp.asarray(segments), stated, constrain, *arrays[3:])
+            return jnp.sum(jnp.sin(out))
+
+        return jax.jit(jax.value_and_grad(value, argnums=tuple(range(1, 1 + len(arrays)))))(
+            jnp.asarray(True), *arrays
+        )
+
+    whole = value_and_gradients(rules._replace(strategy="all_gather"), Constrain())
+    ring = value_and_gradients(rules._replace(implementation="splash"), constrain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), whole, ring)
+
+
+@pytest.mark.parametrize(("num_parts", "at_most"), [(1, 1.9), (2, 1.0)])
+@pytest.mark.parametrize(
+    "rules", [PLAIN, ScoreRules(window=4096, is_local=True)], ids=["global", "local"]
+)
+def test_in_balance_the_kernels_of_every_device_compute_as_many_blocks(
+    num_parts: int, at_most: float, rules: ScoreRules
+) -> None:
+    """Counted from the mask that each kernel gets."""
+    size, tokens = 8, 1024
+    visits = SplashVisits(rules, num_parts * size, is_interpreted=True)
+    ring = _Ring("context", size, num_parts, rules, bool(rules.is_local), visits)
+    block = block_size(tokens)
+
+    def blocks(mask: Any) -> jax.Array:
+        starts = range(0, tokens, block)
+        computed = [mask[i : i + block, j : j + block].any() for i in starts for j in starts]
+        return jnp.asarray(float(sum(computed)))
+
+    def step(a: int, b: int, place: Place, total: jax.Array) -> jax.Array:
+        return place.if_near(rules, lambda total: total + visits.under_mask(place, blocks), total)
+
+    def of_device() -> jax.Array:
+        nothing = jnp.zeros((1, tokens), jnp.int32)
+        keys = [Keys(nothing, nothing, nothing)] * num_parts
+        total = ring.around(
+            lambda keys, visit: visit(step, jnp.zeros(())),
+            lambda total, keys, visit: visit(step, total),
+            _Operands([Queries(nothing, nothing)] * num_parts, keys, None, None),
+        )
+        return total[None]
+
+    mesh = constrained(64, context=size).mesh
+    computed = jax.jit(
+        jax.shard_map(of_device, mesh=mesh, in_specs=(), out_specs=P("context"), check_vma=False)
+    )()
+    whole = float(np.asarray(computed).max() / np.asarray(computed).mean())
+    assert whole <= at_most
