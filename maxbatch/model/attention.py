@@ -90,6 +90,15 @@ def rules_on(config: DecoderConfig, rules: ScoreRules, constrain: Constrain) -> 
     )
 
 
+def in_ring(shape: tuple[int, ...], scores: ScoreRules, constrain: Constrain) -> bool:
+    """Returns whether queries of a shape [M, L, H, h] are attended in a ring.
+
+    Scoring has rows of any length, also of one that the context axis does not divide.
+    """
+    of_heads = ("batch", "length", "heads", "head_dim")
+    return scores.strategy == "ring" and constrain.spec(shape, of_heads)[1] is not None
+
+
 def attend(
     q_MxLxHxh: jax.Array,
     k_MxLxKxh: jax.Array,
@@ -108,9 +117,7 @@ def attend(
     https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so
     is the result.
     """
-    of_heads = ("batch", "length", "heads", "head_dim")
-    # scoring has rows of any length, also of one that the context axis does not divide
-    if scores.strategy == "ring" and constrain.spec(q_MxLxHxh.shape, of_heads)[1]:
+    if in_ring(q_MxLxHxh.shape, scores, constrain):
         return ring_attend(
             q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores, sinks_H
         )
@@ -164,8 +171,11 @@ def attend_by_heads(
     assert constrain.mesh is not None, "rows are split over devices"
     shards = num_shards(constrain.mesh, ("tensor", "context"))
     repeats = shards // math.gcd(k_MxLxKxh.shape[2], shards)
-    if repeats > 1:
-        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
+    if repeats > 1:  # on the devices that have them: the compiler would gather rows to repeat heads
+        k_MxLxKxh, v_MxLxKxh = (
+            constrain(jnp.repeat(x, repeats, axis=2), ("batch", "length", "heads", "head_dim"))
+            for x in (k_MxLxKxh, v_MxLxKxh)
+        )
     q, k, v = (
         constrain(x, ("batch", None, OVER_HEADS, "head_dim"))
         for x in (q_MxLxHxh, k_MxLxKxh, v_MxLxKxh)

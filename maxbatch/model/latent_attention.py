@@ -20,12 +20,19 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.families.matrices import MATRICES, attention_widths
-from maxbatch.model.attention import attend, attend_to_cache, implementation_on, rules_on
+from maxbatch.model.attention import (
+    attend,
+    attend_to_cache,
+    implementation_on,
+    in_ring,
+    rules_on,
+)
 from maxbatch.model.cache import Cache, NewTokens, Room
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Adapted, features_last, product
+from maxbatch.model.ring_attention import ring_attend_to_latents
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import ScoreRules
 from maxbatch.model.segments import Slots
@@ -78,7 +85,20 @@ class LatentAttention(nnx.Module):
         """Returns the values that the heads of whole rows attend to, [M, L, H, v]."""
         q_MxLxHxn, q_MxLxHxr = self._queries(x_MxLxD, rope)
         latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
-        up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh", self.quantization)
+        scores = self.scores._replace(implementation=self.implementation)
+        up = self.latent_up[...]
+        has_ring = in_ring((*q_MxLxHxn.shape[:3], 1), scores, self.constrain)
+        if has_ring and not self.quantization:  # 8-bit products and their adapters are made here
+            return ring_attend_to_latents(
+                jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1),
+                latent_MxLxc,
+                k_MxLx1xr[:, :, 0],
+                up.astype(x_MxLxD.dtype),
+                segments_MxL,
+                self.constrain,
+                scores,
+            )
+        up_MxLxHxe = product(latent_MxLxc, up, "mlc,cnh->mlnh", self.quantization)
         up_MxLxHxe = self.constrain(up_MxLxHxe, ("batch", "length", *MATRICES["latent_up"].outputs))
         k_MxLxHxn, v_MxLxHxv = jnp.split(
             kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1
@@ -86,7 +106,6 @@ class LatentAttention(nnx.Module):
         k_MxLxHxr = jnp.broadcast_to(k_MxLx1xr, q_MxLxHxr.shape)
         q_MxLxHxh = jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1)
         k_MxLxHxh = jnp.concatenate([k_MxLxHxn, k_MxLxHxr], axis=-1)
-        scores = self.scores._replace(implementation=self.implementation)
         return attend(q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain)
 
     def _attended_with_cache(

@@ -13,7 +13,7 @@ and value heads, h head_dim, v width of a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,8 @@ from maxbatch.plan.program import LANES
 
 T = TypeVar("T")
 # (a part of this device's queries, one of the visiting keys, their place in the row, state) -> state
+# keys and values, [M, K, p, h] and [M, K, p, v], or latents and rotated columns, [M, p, c] and [M, p, r]
+_Sources = tuple[jax.Array, jax.Array]
 _Step = Callable[[int, int, Place, T], T]
 _Visit = Callable[[_Step[T], T], T]  # (step, state) -> state
 
@@ -56,12 +58,47 @@ def ring_attend(
     Args:
       constrain: with a mesh, whose context axis splits L. Rows of odd shares stay in order.
     """
-    mesh = constrain.mesh
-    assert mesh is not None, "a ring has devices"
-    batch, context, tensor, k_MxLxKxh, v_MxLxKxv = PlacedHeads.of(
-        q_MxLxHxh, k_MxLxKxh, v_MxLxKxv, constrain
-    )
-    assert context is not None, "the axis of the ring splits rows"
+    *axes, k_MxLxKxh, v_MxLxKxv = PlacedHeads.of(q_MxLxHxh, k_MxLxKxh, v_MxLxKxv, constrain)
+    sources = k_MxLxKxh, v_MxLxKxv
+    return _attend_on_mesh(axes, q_MxLxHxh, sources, None, segments_MxL, constrain, scores, sinks_H)
+
+
+def ring_attend_to_latents(
+    q_MxLxHxh: jax.Array,
+    latent_MxLxc: jax.Array,
+    rotated_MxLxr: jax.Array,
+    up_cxHxe: jax.Array,
+    segments_MxL: jax.Array,
+    constrain: Constrain,
+    scores: ScoreRules,
+) -> jax.Array:
+    """Returns what `ring_attend` does, of keys and values that each device makes of the latents
+    that visit it.
+
+    Args:
+      rotated_MxLxr: the last columns of every head's keys.
+      up_cxHxe: makes the other columns of each head's keys, and then its values.
+    """
+    *axes, _ = constrain.spec(q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim"))
+    sources = latent_MxLxc, rotated_MxLxr
+    return _attend_on_mesh(axes, q_MxLxHxh, sources, up_cxHxe, segments_MxL, constrain, scores)
+
+
+def _attend_on_mesh(
+    axes: Sequence[Any],
+    q_MxLxHxh: jax.Array,
+    sources: _Sources,
+    up_cxHxe: jax.Array | None,
+    segments_MxL: jax.Array,
+    constrain: Constrain,
+    scores: ScoreRules,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the attention to keys and values, or to latents if there is a matrix that makes these
+    of them; `axes` of the mesh split rows, length and heads.
+    """
+    (batch, context, tensor), mesh = axes, constrain.mesh
+    assert mesh is not None and context is not None, "the axis of the ring splits rows"
     if sinks_H is None:
         sinks_H = jnp.full(q_MxLxHxh.shape[2], HIDDEN, jnp.float32)
     size, length = mesh.shape[context], q_MxLxHxh.shape[1]
@@ -75,35 +112,46 @@ def ring_attend(
     ring = _Ring(context, size, num_parts, rules, is_local, visits)
 
     def attend_here(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *others: jax.Array
+        q: jax.Array, sources: _Sources, segments: jax.Array, *others: jax.Array | None
     ) -> jax.Array:
         # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
         if scale != 1.0:
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        queries, keys, values, segments_of_parts = map(ring.parts, (q, k, v, segments))
+        queries, first, second, segments_of_parts = map(ring.parts, (q, *sources, segments))
         operands = _Operands(
             [Queries(*part) for part in zip(queries, segments_of_parts, strict=True)],
-            [Keys(*part) for part in zip(keys, values, segments_of_parts, strict=True)],
+            [
+                _Visitor(part[:2], part[2])
+                for part in zip(first, second, segments_of_parts, strict=True)
+            ],
             *others,
         )
         return ring.share(_attended(ring, operands))
 
     of_heads, of_tokens = P(batch, context, tensor, None), P(batch, context)
+    of_sources = of_heads if up_cxHxe is None else P(batch, context, None)
     attended: jax.Array = jax.shard_map(
         attend_here,
         mesh=mesh,
-        in_specs=(of_heads, of_heads, of_heads, of_tokens, P(tensor), P()),
+        in_specs=(of_heads, of_sources, of_tokens, P(None, tensor, None), P(tensor), P()),
         out_specs=of_heads,
         check_vma=False,  # custom gradients do not say over which axes they vary
     )(
         q_MxLxHxh,
-        k_MxLxKxh,
-        v_MxLxKxv,
+        sources,
         segments_MxL,
+        up_cxHxe,
         sinks_H.astype(jnp.float32),
         jnp.asarray(scores.is_local),
     )
     return attended
+
+
+class _Visitor(NamedTuple):
+    """A part of a device's keys, which goes around the ring."""
+
+    sources: _Sources
+    segments_Mxp: jax.Array
 
 
 class _Ring(NamedTuple):
@@ -137,27 +185,27 @@ class _Ring(NamedTuple):
 
     def around(
         self,
-        first: Callable[[list[Keys], _Visit[Any]], T],
-        more: Callable[[T, list[Keys], _Visit[Any]], T],
+        first: Callable[[list[_Visitor], _Visit[Any]], T],
+        more: Callable[[T, list[_Visitor], _Visit[Any]], T],
         operands: _Operands,
     ) -> T:
         """Returns the state after the visits of all devices' keys.
 
         Args:
-          first: (keys, visit) -> state; the visit of this device's own keys.
-          more: (state, keys, visit) -> state; the visit of another device's.
+          first: (visitors, visit) -> state; the visit of this device's own keys.
+          more: (state, visitors, visit) -> state; the visit of another device's.
         """
-        here, keys = jax.lax.axis_index(self.axis), operands.keys
+        here, own = jax.lax.axis_index(self.axis), operands.visitors
         is_local = operands.is_local if self.is_local is None else self.is_local
-        place = partial(self._place, keys[0].segments_Mxp.shape[1], is_local)
+        place = partial(self._place, own[0].segments_Mxp.shape[1], is_local)
 
-        def turn(number: int | jax.Array, carried: tuple[T, list[Keys]]) -> tuple[T, list[Keys]]:
+        def turn(number: Any, carried: tuple[T, list[_Visitor]]) -> tuple[T, list[_Visitor]]:
             state, visitors = carried
             following = self.sent(visitors)
             visit = partial(self._visit, place, (here - number) % self.size)
             return more(state, visitors, visit), following
 
-        carried = first(keys, partial(self._own_visit, place)), self.sent(keys)
+        carried = first(own, partial(self._own_visit, place)), self.sent(own)
         if self.size > 2:
             carried = jax.lax.fori_loop(1, self.size - 1, turn, carried)
         state, visitors = carried
@@ -212,7 +260,8 @@ class _Operands(NamedTuple):
     """The operands of attention on one device."""
 
     queries: list[Queries]
-    keys: list[Keys]
+    visitors: list[_Visitor]  # its own keys
+    up_cxHxe: Any  # makes keys and values of latents; None: they visit themselves
     sinks_H: Any  # float32
     is_local: Any  # bool, if the ring does not state it
 
@@ -225,15 +274,20 @@ def _attended(ring: _Ring, operands: _Operands) -> list[jax.Array]:
 
 def _forward(ring: _Ring, operands: _Operands) -> tuple[list[jax.Array], Any]:
     """Returns the attention, and what its gradient needs."""
-    queries, keys, sinks_H, _ = operands
-    rows, heads, tokens, _ = queries[0].q_MxHxpxh.shape
+    queries, visitors, up_cxHxe, sinks_H, _ = operands
+    rows, heads, tokens, width = queries[0].q_MxHxpxh.shape
+    values = jax.eval_shape(partial(_keys, width), visitors, up_cxHxe)[0].v_MxKxpxv
     # A sink is a key without a value. A hidden one adds nothing beside a score.
     start = Seen(
-        jnp.zeros((rows, heads, tokens, keys[0].v_MxKxpxv.shape[-1])),
+        jnp.zeros((rows, heads, tokens, values.shape[-1])),
         jnp.broadcast_to(sinks_H[None, :, None], (rows, heads, tokens)),
     )
 
-    def more(all_seen: list[Seen], keys: list[Keys], visit: _Visit[list[Seen]]) -> list[Seen]:
+    def more(
+        all_seen: list[Seen], visitors: list[_Visitor], visit: _Visit[list[Seen]]
+    ) -> list[Seen]:
+        keys = _keys(width, visitors, up_cxHxe)
+
         def step(a: int, b: int, place: Place, all_seen: list[Seen]) -> list[Seen]:
             see = partial(_see, ring.visits, queries[a], keys[b], place)
             return _with(all_seen, a, place.if_near(ring.rules, see, all_seen[a]))
@@ -248,6 +302,25 @@ def _forward(ring: _Ring, operands: _Operands) -> tuple[list[jax.Array], Any]:
     return attended, (operands, attended, log_sums)
 
 
+def _keys(width: int, visitors: list[_Visitor], up_cxHxe: jax.Array | None) -> list[Keys]:
+    """Returns the keys and values that visit, or those of the latents that do.
+
+    Args:
+      width: of a key.
+    """
+    if up_cxHxe is None:
+        return [Keys(*visitor.sources, visitor.segments_Mxp) for visitor in visitors]
+    keys = []
+    for (latent_Mxpxc, rotated_Mxpxr), segments_Mxp in visitors:
+        up_MxHxpxe = jnp.einsum("mpc,che->mhpe", latent_Mxpxc, up_cxHxe)
+        unrotated, v_MxHxpxv = jnp.split(up_MxHxpxe, [width - rotated_Mxpxr.shape[-1]], axis=-1)
+        shared = jnp.broadcast_to(
+            rotated_Mxpxr[:, None], (*unrotated.shape[:3], rotated_Mxpxr.shape[-1])
+        )
+        keys.append(Keys(jnp.concatenate([unrotated, shared], axis=-1), v_MxHxpxv, segments_Mxp))
+    return keys
+
+
 def _with(parts: list[T], number: int, part: T) -> list[T]:
     return [*parts[:number], part, *parts[number + 1 :]]
 
@@ -257,52 +330,109 @@ def _see(visits: Visits, queries: Queries, keys: Keys, place: Place, seen: Seen)
 
 
 def _backward(ring: _Ring, residuals: Any, slopes: list[jax.Array]) -> tuple[_Operands]:
-    """Returns the gradients of queries, keys, values and sinks."""
+    """Returns the gradients of queries, keys, values and sinks, or of latents and their matrix."""
     operands, attended, log_sums = residuals
-    queries, keys, sinks_H, _ = operands
+    queries, visitors, up_cxHxe, sinks_H, _ = operands
     known = [
         # a weight's gradient is measured from the mean, which is of the softmax's sum
         Known(log_sums, slopes, _mean(slopes, attended))
         for log_sums, slopes, attended in zip(log_sums, slopes, attended, strict=True)
     ]
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
 
-    def gradients(of_queries: list[jax.Array], keys: list[Keys], visit: _Visit[Any]) -> Any:
+    def gradients(sums: _Sums, visitors: list[_Visitor], visit: _Visit[Any]) -> _Sums:
+        """Returns the sums with those of a visit, and this one's alone of what visits."""
+        keys, of_sources = _keys_and_gradients(queries[0].q_MxHxpxh.shape[-1], visitors, up_cxHxe)
+
         def step(a: int, b: int, place: Place, sums: Any) -> Any:
             of_queries, of_keys = sums
             add = partial(_add_gradients, ring.visits, queries[a], keys[b], known[a], place)
             of_q, of_k = place.if_near(ring.rules, add, (of_queries[a], of_keys[b]))
             return _with(of_queries, a, of_q), _with(of_keys, b, of_k)
 
-        return visit(step, (of_queries, [zeros((k, v)) for k, v, _ in keys]))
+        of_queries, of_keys = visit(step, (sums.queries, [_zeros(part[:2]) for part in keys]))
+        of_visitors, of_up = of_sources(of_keys)
+        return _Sums(of_queries, of_visitors, _added(sums.up_cxHxe, of_up))
 
-    def more(state: Any, keys: list[Keys], visit: _Visit[Any]) -> Any:
+    def more(sums: _Sums, visitors: list[_Visitor], visit: _Visit[Any]) -> _Sums:
         # Gradients of keys travel behind their keys; after the last visit they go home.
-        arrived = ring.sent(state[1])
-        of_queries, of_keys = gradients(state[0], keys, visit)
-        return of_queries, jax.tree.map(jnp.add, arrived, of_keys)
+        arrived = ring.sent(sums.sources)
+        sums = gradients(sums, visitors, visit)
+        return sums._replace(sources=_added(arrived, sums.sources))
 
-    first = partial(gradients, [zeros(part.q_MxHxpxh) for part in queries])
-    of_queries, of_keys = ring.around(first, more, operands)
+    nothing: Any = None  # of numbers that have no gradient
+    start = _Sums([_zeros(part.q_MxHxpxh) for part in queries], nothing, _zeros(up_cxHxe))
+    sums = ring.around(partial(gradients, start), more, operands)
     of_sinks = sum(
-        -jnp.sum(jnp.exp(sinks_H[:, None] - part.log_sums_MxHxp) * part.means_MxHxp, axis=(0, 2))
+        -jnp.sum(
+            jnp.exp(sinks_H[None, :, None] - part.log_sums_MxHxp) * part.means_MxHxp, axis=(0, 2)
+        )
         for part in known
     )
-    nothing: Any = None  # of numbers that have no gradient
+    of_sources = ring.sent(sums.sources)
+    of_queries, of_sources, of_up = jax.tree.map(
+        lambda x, like: x.astype(like.dtype),
+        (sums.queries, of_sources, sums.up_cxHxe),
+        ([part.q_MxHxpxh for part in queries], [part.sources for part in visitors], up_cxHxe),
+    )
     return (
         _Operands(
-            [
-                Queries(of_q.astype(part.q_MxHxpxh.dtype), nothing)
-                for of_q, part in zip(of_queries, queries, strict=True)
-            ],
-            [
-                Keys(of_k.astype(part.k_MxKxpxh.dtype), of_v.astype(part.v_MxKxpxv.dtype), nothing)
-                for (of_k, of_v), part in zip(ring.sent(of_keys), keys, strict=True)
-            ],
+            [Queries(of_q, nothing) for of_q in of_queries],
+            [_Visitor(of_part, nothing) for of_part in of_sources],
+            of_up,
             of_sinks,
             nothing,
         ),
     )
+
+
+class _Sums(NamedTuple):
+    """Sums of gradients, in float32."""
+
+    queries: list[jax.Array]
+    sources: list[_Sources]
+    up_cxHxe: jax.Array | None
+
+
+def _keys_and_gradients(
+    width: int, visitors: list[_Visitor], up_cxHxe: jax.Array | None
+) -> tuple[list[Keys], Callable[[Any], tuple[Any, Any]]]:
+    """Returns what `_keys` does, and the function that turns gradients of keys and values into
+    those of what visits, and of the matrix.
+    """
+    if up_cxHxe is None:
+        return _keys(width, visitors, None), lambda of_keys: (of_keys, None)
+
+    def made(sources: list[_Sources], up_cxHxe: jax.Array) -> list[_Sources]:
+        visiting = [
+            _Visitor(part, visitor.segments_Mxp)
+            for part, visitor in zip(sources, visitors, strict=True)
+        ]
+        return [part[:2] for part in _keys(width, visiting, up_cxHxe)]
+
+    keys_values, of_sources = jax.vjp(made, [part.sources for part in visitors], up_cxHxe)
+    keys = [
+        Keys(*part, visitor.segments_Mxp)
+        for part, visitor in zip(keys_values, visitors, strict=True)
+    ]
+
+    def turned(of_keys: list[_Sources]) -> tuple[Any, Any]:
+        rounded = jax.tree.map(lambda x, like: x.astype(like.dtype), of_keys, keys_values)
+        in_float32: tuple[Any, Any] = jax.tree.map(
+            lambda x: x.astype(jnp.float32), of_sources(rounded)
+        )
+        return in_float32
+
+    return keys, turned
+
+
+def _zeros(tree: T) -> T:
+    zeros: T = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+    return zeros
+
+
+def _added(tree: T, more: T) -> T:
+    added: T = jax.tree.map(jnp.add, tree, more)
+    return added
 
 
 def _mean(slopes: jax.Array, attended: jax.Array) -> jax.Array:

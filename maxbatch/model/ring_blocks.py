@@ -36,7 +36,8 @@ class BlockVisits(NamedTuple):
             )
             return Seen(_of_heads(values), _of_heads(log_sums))
 
-        return _joined(jax.lax.map(of_block, _blocks(queries)))
+        of_blocks: Seen = jax.lax.map(of_block, _blocks(queries))
+        return _joined(of_blocks)
 
     def gradients(self, queries: Queries, keys: Keys, known: Known, place: Place) -> Gradients:
         """Returns the gradients that come of queries and keys; see `Visits`."""

@@ -104,7 +104,8 @@ class SplashVisits(NamedTuple):
             )
             return Gradients(of_q, of_k, of_v)
 
-        gradients: Gradients = jax.vmap(of_row)(*_operands(queries, keys), known)
+        q, k, v, segments = _operands(queries, keys)
+        gradients: Gradients = jax.vmap(of_row)(q, k, v, segments, known)
         return gradients
 
     def _kernel(self, mask: Any, heads: int) -> Any:

@@ -39,21 +39,20 @@ class LongRows(NamedTuple):
         heads = model.base_num_query_heads
         kv_heads = model.base_num_kv_heads if attention.groups_heads else heads
         width, value_width = attention_widths(model)
-        tokens, strategy = (
-            Fraction(rows * length, shape.batch_shards),
-            model.context_parallel_strategy,
-        )
-        of_share = tokens * (width + value_width) / (tensor * size)  # of one head
-        is_balanced = model.context_parallel_load_balance
+        strategy, is_balanced = model.context_parallel_strategy, model.context_parallel_load_balance
+        share = Fraction(rows * length, shape.batch_shards) / size  # tokens of a device
+        of_head = Fraction(width + value_width, tensor)  # numbers of a token
         if strategy == "ulysses":
             kv_heads = math.lcm(kv_heads, tensor * size)
-            numbers = of_share * (heads + kv_heads) * (size - 1) / size
+            numbers = share * (heads + kv_heads) * of_head * (size - 1) / size
         else:
-            kv_heads = kv_heads if kv_heads % tensor == 0 else heads
-            numbers = of_share * kv_heads * (size - 1)
+            of_keys = of_head * (kv_heads if kv_heads % tensor == 0 else heads)
+            if strategy == "ring" and not model.quantization:
+                of_keys = Fraction(attention.latent_width(model)) or of_keys
+            numbers = share * of_keys * (size - 1)
             if is_balanced:  # queries and results change their order, and the keys of a ring
-                dealt = heads + (kv_heads if strategy == "ring" else 0)
-                numbers += of_share * dealt * _dealt_share(size)
+                dealt = heads * of_head + (of_keys if strategy == "ring" else 0)
+                numbers += share * dealt * _dealt_share(size)
         is_even = strategy == "ulysses" or is_balanced
         return cls(
             size,

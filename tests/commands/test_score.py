@@ -120,7 +120,7 @@ def test_rows_in_one_pass_change_no_score_and_the_likeliest_tokens_are_known(run
     "mesh",
     [
         (),
-        ("ici_tensor_parallelism=2", "ici_context_parallelism=2"),
+        ("ici_tensor_parallelism=2", "ici_context_parallelism=2", "context_parallel_strategy=ring"),
         ("ici_pipeline_parallelism=2",),
     ],
 )

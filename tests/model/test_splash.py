@@ -132,6 +132,8 @@ def test_blocks_follow_the_length(length: int, block: int) -> None:
                 "ici_context_parallelism=4",
                 "context_parallel_strategy=ring",
                 "decoder_block=gpt_oss",
+                "num_experts=4",
+                "norm_topk_prob=true",
             ),
             "splash",
         ),
@@ -246,6 +248,11 @@ GEMMA4 = (
     [
         ("v5e:2x2", f"{GEMMA} ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", f"{GEMMA} ici_context_parallelism=2 scan_layers=false"),
+        (
+            "v5p:2x2x1",
+            f"{GEMMA} ici_context_parallelism=2 context_parallel_strategy=ring "
+            "context_parallel_load_balance=true",
+        ),
         ("v5e:2x2", f"{GEMMA4} ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5e:2x2", "ici_data_parallelism=2 ici_pipeline_parallelism=2"),
     ],

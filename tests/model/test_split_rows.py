@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model import balanced_rows, ring_attention
+from maxbatch.model import balanced_rows, ring_blocks
 from maxbatch.model.attention import attend
+from maxbatch.model.ring_attention import ring_attend_to_latents
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import Constrain, activation_constraint
@@ -67,7 +68,7 @@ def attended(constrain: Constrain, rules: ScoreRules, *arrays: Any) -> jax.Array
 def test_split_rows_attend_as_whole_ones_and_have_their_gradients(
     strategy: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_attention, "_BLOCK_TOKENS", 4 if case == "windows" else 512)
+    monkeypatch.setattr(ring_blocks, "_BLOCK_TOKENS", 4 if case == "windows" else 512)
     kv_heads, rules, has_sinks = CASES[case]
     arrays: tuple[Any, ...] = operands(kv_heads)
     if has_sinks:
@@ -86,6 +87,39 @@ def test_split_rows_attend_as_whole_ones_and_have_their_gradients(
         constrained(data=2, context=4), rules._replace(**STRATEGIES[strategy])
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), whole, split)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "balanced ring"])
+def test_latents_go_around_in_place_of_the_keys_and_values_that_are_made_of_them(
+    strategy: str,
+) -> None:
+    latent_width, rotated_width, tokens = 6, 2, (4, LENGTH)
+    draw = np.random.default_rng(0)
+    shapes = (
+        (*tokens, HEADS, WIDTH + rotated_width),
+        (*tokens, latent_width),
+        (*tokens, rotated_width),
+        (latent_width, HEADS, WIDTH + WIDTH),
+    )
+    arrays = tuple(jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes)
+    segments = jnp.asarray(SEGMENTS_4xL)
+    rules = ScoreRules(**STRATEGIES[strategy])  # type: ignore[arg-type]
+    constrain = constrained(fsdp=2, context=2, tensor=2)
+
+    def of_keys(q: jax.Array, latent: jax.Array, rotated: jax.Array, up: jax.Array) -> jax.Array:
+        made, v = jnp.split(jnp.einsum("mlc,cne->mlne", latent, up), 2, axis=-1)
+        shared = jnp.broadcast_to(rotated[:, :, None], (*made.shape[:3], rotated_width))
+        return attend(q, jnp.concatenate([made, shared], axis=-1), v, segments)
+
+    def of_latents(*arrays: jax.Array) -> jax.Array:
+        return ring_attend_to_latents(*arrays, segments, constrain, rules)
+
+    def value_and_gradients(attended: Any) -> Any:
+        value = jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attended(*x))), (0, 1, 2, 3))
+        return jax.jit(value)(*arrays)
+
+    whole, ring = value_and_gradients(of_keys), value_and_gradients(of_latents)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5), whole, ring)
 
 
 @pytest.mark.parametrize("length", [28, 30])

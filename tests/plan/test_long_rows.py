@@ -33,6 +33,12 @@ MODEL = (
             2 * 2 * 128 * (4096 * 8 * 7 // 8 + 512 * (32 + 8)),
             1.0,
         ),
+        # latents of 512 with 64 rotated columns
+        (
+            ("context_parallel_strategy=ring", "decoder_block=deepseek", "num_experts=4"),
+            2 * 4096 * (512 + 64) * 7 // 8,
+            15 / 8,
+        ),
         # the eight devices of the axis each get a key head and four query heads of whole rows
         (("context_parallel_strategy=ulysses",), 2 * 2 * 4096 * (32 + 8) * 128 * 7 // 64, 1.0),
     ],

@@ -65,7 +65,16 @@ def same(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     [
         ("packing=false", 64, 1, ()),
         ("packing=false", 200, 4, ("ici_data_parallelism=2",)),
-        ("packing=true", 128, 2, ("ici_context_parallelism=2",)),
+        (
+            "packing=true",
+            128,
+            2,
+            (
+                "ici_context_parallelism=2",
+                "context_parallel_strategy=ring",
+                "context_parallel_load_balance=true",
+            ),
+        ),
     ],
 )
 def test_an_update_does_not_depend_on_the_tokens_of_a_pass(

@@ -35,6 +35,13 @@ class AttentionForm(Form):
         """Returns the width of a head's query and key, and the width of its value."""
         raise NotImplementedError
 
+    def latent_width(self, model: ModelKeys) -> int:
+        """Returns the numbers of a token of which the keys and values of all heads are made; 0 if
+        each head makes its own.
+        """
+        del model
+        return 0
+
     def rotated(self, model: ModelKeys) -> int:
         """Returns the columns of a head that rotary embeddings turn."""
         return int(model.head_dim * model.partial_rotary_factor)

@@ -112,6 +112,8 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
         "steps=5",
         "per_device_batch_size=1",
         "batch_padding=true",
+        "ici_context_parallelism=2",
+        "context_parallel_strategy=ring",
         "eval_interval=-1",
         "eval_fraction=0.1",
     )
@@ -127,7 +129,11 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
 
 @pytest.mark.parametrize(
     ("devices", "budget", "keys"),
-    [(1, 2 * LENGTH, ()), (4, LENGTH, ("ici_data_parallelism=2",))],
+    [
+        (1, 2 * LENGTH, ()),
+        (4, LENGTH, ("ici_data_parallelism=2",)),
+        (2, 2 * LENGTH, ("ici_context_parallelism=2", "context_parallel_strategy=ulysses")),
+    ],
 )
 def test_answers_that_share_rows_and_passes_train_the_same_pairs(
     run: Run, whole: list[Record], devices: int, budget: int, keys: tuple[str, ...]
