@@ -23,9 +23,9 @@ from maxbatch.config.sections import (
 from maxbatch.config.values import Value, exact, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.families.cycle import cycle_length
 from maxbatch.families.family import FAMILIES
+from maxbatch.families.forms.attention import GLOBAL, LOCAL
 from maxbatch.families.forms.form import refusal
 from maxbatch.families.matrices import KEPT_OF_EXPERTS, OF_PEFT
-from maxbatch.families.record import GLOBAL, LOCAL
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.
@@ -553,32 +553,19 @@ def _check_layers(config: AllKeys) -> None:
 
 def _check_cycle(config: AllKeys) -> None:
     """Raises ConfigError for layers that are not whole cycles of the forms that they repeat."""
-    if not FAMILIES[config.decoder_block].has_cycle:
-        return
     layers, length = config.base_num_decoder_layers, cycle_length(config)
-    steps = (
-        "interleave_moe_layer_step",
-        "nope_layer_interval",
-        "inhomogeneous_layer_cycle_interval",
-    )
+    forms = FAMILIES[config.decoder_block].forms
+    steps = (name for form in forms for name in form.steps)
     if too_long := {name: layers for name in steps if config[name] > layers}:
         raise refusal(config, f"at most base_num_decoder_layers={layers}", too_long)
     works: dict[str, object] = {}
     rule = f"a multiple of {length}, the layers of a cycle of forms"
     if layers % length:
         works["base_num_decoder_layers"] = layers = max(1, round(layers / length)) * length
-    for form in FAMILIES[config.decoder_block].forms:
+    for form in forms:
         rule, works = form.in_cycles(config, layers, length, rule, works)
     if works:
         raise refusal(config, rule, works)
-    no_rope: dict[str, object] = (
-        {"temperature_tuning": "false"} if config.temperature_tuning else {}
-    )
-    if no_rope and config.nope_layer_interval == -1:
-        raise refusal(config, "false beside nope_layer_interval=-1: all layers have RoPE", no_rope)
-    if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
-        rule = "-1 beside trainable_position_size, which leaves out RoPE"
-        raise refusal(config, rule, {"nope_layer_interval": -1} | no_rope)
 
 
 # Keys without effect in a model without experts.
@@ -594,12 +581,13 @@ _OF_SOME = tuple(dict.fromkeys(key for family in FAMILIES.values() for key in fa
 def _check_int8_sums(config: AllKeys) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
-    for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
-        times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
-        times = 2 if name == "base_mlp_dim" and config.use_double_wide_mlp else times
-        if config[name] * times > _MOST_INT8_TERMS:
-            raise config.fault(name, rule, _MOST_INT8_TERMS // times)
     family = FAMILIES[config.decoder_block]
+    times = dict.fromkeys(("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"), 1)
+    for form in family.forms:
+        times |= form.summed_times(config)
+    for name, most in times.items():
+        if config[name] * most > _MOST_INT8_TERMS:
+            raise config.fault(name, rule, _MOST_INT8_TERMS // most)
     for form in family.attention_forms:
         name, width, multiple = form.summed_heads(config)
         if config[name] * width > _MOST_INT8_TERMS:
@@ -650,7 +638,7 @@ def _check_factors(config: AllKeys) -> None:
     """Raises ConfigError unless longrope's factors are one positive number for each pair of a
     head.
     """
-    pairs = int(config.head_dim * config.partial_rotary_factor) // 2
+    pairs = FAMILIES[config.decoder_block].attention.rotated(config) // 2
     ones = ",".join(["1"] * pairs)
 
     def fits(name: str) -> bool:

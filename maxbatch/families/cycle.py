@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.forms.attention import AttentionForm
-from maxbatch.families.record import LOCAL, Family, is_local_layer
+from maxbatch.families.forms.attention import AttentionForm, is_local_layer
+from maxbatch.families.record import Family
 
 
 class LayerForm(NamedTuple):
@@ -28,17 +28,14 @@ def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     """Returns the forms that layers of a family may have."""
     if not family.has_cycle:
         return (LayerForm(family.attention, family.experts is not None),)
-    if family.attention_before is not None:
-        return tuple(
-            LayerForm(attention, has_experts=True, is_local=False)
-            for attention in (family.attention_before, family.attention)
-        )
-    windows = (True, False) if family.attention.has_global_heads else (False,)
-    may_have = (False, True) if family.experts else (False,)
+    may_have_experts: tuple[bool, ...] = (family.experts is not None,)
+    if family.experts is not None and family.experts.are_in_some:
+        may_have_experts = (False, True)
     return tuple(
-        LayerForm(family.attention, has_experts, is_local)
-        for has_experts in may_have
-        for is_local in windows
+        LayerForm(attention, has_experts, is_local)
+        for attention in reversed(family.attention_forms)
+        for has_experts in may_have_experts
+        for is_local in ((True, False) if attention.has_global_heads else (False,))
     )
 
 
@@ -48,15 +45,11 @@ def cycle_length(model: ModelConfig) -> int:
 
     It is computed without the cycle, which a config that is still to be refused may make very long.
     """
-    if not FAMILIES[model.decoder_block].has_cycle:
+    family = FAMILIES[model.decoder_block]
+    if not family.has_cycle:
         return 1
-    if FAMILIES[model.decoder_block].attention_before is not None:
-        return model.inhomogeneous_layer_cycle_interval
-    windows, unrotated_step = (
-        len(model.attention_type.split(",")),
-        max(1, model.nope_layer_interval),
-    )
-    return math.lcm(windows, model.interleave_moe_layer_step, unrotated_step)
+    steps = (max(1, model[name]) for form in family.forms for name in form.steps)
+    return math.lcm(len(model.attention_type.split(",")), *steps)
 
 
 def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
@@ -66,24 +59,21 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     family = FAMILIES[model.decoder_block]
     if not family.has_cycle:
         return possible_forms(family)
-    if family.attention_before is not None:
-        before, last = (
-            LayerForm(attention, has_experts=True, is_local=False)
-            for attention in (family.attention_before, family.attention)
-        )
-        return (before,) * (model.inhomogeneous_layer_cycle_interval - 1) + (last,)
-    windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
-    may_have = family.experts is not None and family.experts.are_in(model)
-    unrotated_step = max(0, model.nope_layer_interval)
+    length = cycle_length(model)
+    windows = is_local_layer(model.attention_type, length)
+    return tuple(_form_at(model, place, windows[place]) for place in range(length))
 
-    def form(place: int) -> LayerForm:
-        has_rope = unrotated_step == 0 or (place + 1) % unrotated_step > 0
-        by_pattern = windows[place % len(windows)].strip() == LOCAL
-        is_local = family.attention.is_local(model, has_rope, by_pattern)
-        has_experts = may_have and (place + 1) % experts_step == 0
-        return LayerForm(family.attention, has_experts, is_local, has_rope)
 
-    return tuple(map(form, range(cycle_length(model))))
+def _form_at(model: ModelConfig, place: int, by_pattern: bool) -> LayerForm:
+    """Returns the form of a place; `by_pattern` is whether `attention_type` makes it local."""
+    family = FAMILIES[model.decoder_block]
+    attention, before = family.attention, family.attention_before
+    if before is not None and before.is_at(model, place):
+        attention = before
+    has_experts = family.experts is not None and family.experts.are_at(model, place)
+    has_rope = attention.rotates(model, place)
+    is_local = attention.is_local(model, has_rope, by_pattern)
+    return LayerForm(attention, has_experts, is_local, has_rope)
 
 
 def places_of_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:

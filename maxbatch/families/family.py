@@ -22,15 +22,16 @@ _LLAMA = Family(
 )  # fmt: skip
 _MISTRAL = Family(
     decoder_block="mistral", model_type="mistral", architecture="MistralForCausalLM",
-    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, local_every=1,
+    attention=GroupedAttention(local_every=1), defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )  # fmt: skip
 _QWEN2 = Family(
     decoder_block="qwen2", model_type="qwen2", architecture="Qwen2ForCausalLM",
-    has_attention_bias=True, has_head_dim=False, has_max_window_layers=True,
+    attention=GroupedAttention(has_input_biases=True), has_head_dim=False, has_max_window_layers=True,
 )  # fmt: skip
 _QWEN3 = Family(
     decoder_block="qwen3", model_type="qwen3", architecture="Qwen3ForCausalLM",
-    defaults={"head_dim": 128}, has_qk_norm=True, bias_fields=("attention_bias",), has_max_window_layers=True,
+    attention=GroupedAttention(has_qk_norm=True), defaults={"head_dim": 128}, bias_fields=("attention_bias",),
+    has_max_window_layers=True,
 )  # fmt: skip
 _GEMMA_DEFAULTS: Json = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -46,19 +47,21 @@ _GEMMA = Family(
 )  # fmt: skip
 _GEMMA2 = Family(
     decoder_block="gemma2", model_type="gemma2", architecture="Gemma2ForCausalLM",
-    norms=Norms(add_one=True, are_after=True), embedding=Embedding(is_scaled=True),
+    norms=Norms(add_one=True, are_after=True), embedding=Embedding(is_scaled=True, caps_logits=True),
+    attention=GroupedAttention(caps_scores=True, local_every=2),
     defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), has_soft_caps=True, local_every=2,
-    modules=GEMMA_MODULES,
+    fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), modules=GEMMA_MODULES,
 )  # fmt: skip
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
-    defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}, has_qk_norm=True, local_every=6,
+    attention=GroupedAttention(has_qk_norm=True, caps_scores=True, local_every=6),
+    defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
 )  # fmt: skip
 _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
-    norms=Norms(are_before=False, are_after=True), attention=GroupedAttention(qk_norm_over="heads"),
-    defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False,
+    norms=Norms(are_before=False, are_after=True),
+    attention=GroupedAttention(has_qk_norm=True, qk_norm_over="heads"),
+    defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_head_dim=False,
     modules={
         **MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
     },
@@ -67,15 +70,15 @@ _OLMO2 = Family(
 # its own.
 _OLMO3 = dataclasses.replace(
     _OLMO2, decoder_block="olmo3", model_type="olmo3", architecture="Olmo3ForCausalLM",
+    attention=GroupedAttention(has_qk_norm=True, qk_norm_over="heads", local_every=4),
     defaults={
         "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0,
         "rope_parameters": {"sliding_attention": {"rope_theta": 500000.0}},
     },
-    local_every=4,
 )  # fmt: skip
 _PHI3 = Family(
     decoder_block="phi3", model_type="phi3", architecture="Phi3ForCausalLM",
-    defaults={"rms_norm_eps": 1e-5}, has_head_dim=False, local_every=1,
+    attention=GroupedAttention(local_every=1), defaults={"rms_norm_eps": 1e-5}, has_head_dim=False,
     modules={
         **MODULES, "attention.query": "self_attn.qkv_proj", "attention.key": "self_attn.qkv_proj",
         "attention.value": "self_attn.qkv_proj", "mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj",
@@ -83,14 +86,15 @@ _PHI3 = Family(
 )  # fmt: skip
 _GPT2 = Family(
     decoder_block="gpt2", model_type="gpt2", architecture="GPT2LMHeadModel",
-    norms=Norms(kind="layer"), mlp=PlainOrGated(has_biases=True), attention=GroupedAttention(has_out_bias=True),
+    norms=Norms(kind="layer"), mlp=PlainOrGated(has_gate=False, has_biases=True),
+    attention=GroupedAttention(has_rope=False, has_input_biases=True, has_out_bias=True),
     defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
     fields={
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
         "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
         "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
     },
-    is_gated=False, has_attention_bias=True, has_rope=False, has_head_dim=False,
+    has_head_dim=False,
     modules={
         "embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f",
         "output": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.query": "attn.c_attn",
@@ -102,11 +106,11 @@ _GPT2 = Family(
 
 _MIXTRAL = Family(
     decoder_block="mixtral", model_type="mixtral", architecture="MixtralForCausalLM",
-    experts=Experts(always_normalise=True),
+    experts=Experts(always_normalise=True), attention=GroupedAttention(local_every=1),
     defaults={
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
     },
-    fields={"num_experts": "num_local_experts"}, local_every=1,
+    fields={"num_experts": "num_local_experts"},
     modules={
         **MODULES, "experts.router": "block_sparse_moe.gate",
         "experts.expert_gate": "block_sparse_moe.experts.{expert}.w1",
@@ -116,22 +120,22 @@ _MIXTRAL = Family(
 )  # fmt: skip
 _QWEN3_MOE = Family(
     decoder_block="qwen3_moe", model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM",
-    experts=Experts(),
+    experts=Experts(), attention=GroupedAttention(has_qk_norm=True),
     defaults={
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
-    bias_fields=("attention_bias",), has_qk_norm=True, has_max_window_layers=True, modules={**MODULES, **EXPERTS},
+    bias_fields=("attention_bias",), has_max_window_layers=True, modules={**MODULES, **EXPERTS},
 )  # fmt: skip
 _OLMOE = Family(
     decoder_block="olmoe", model_type="olmoe", architecture="OlmoeForCausalLM",
-    experts=Experts(), attention=GroupedAttention(qk_norm_over="heads"),
+    experts=Experts(), attention=GroupedAttention(has_qk_norm=True, qk_norm_over="heads"),
     defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-    bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False, modules={**MODULES, **EXPERTS},
+    bias_fields=("attention_bias",), has_head_dim=False, modules={**MODULES, **EXPERTS},
 )  # fmt: skip
 _GPT_OSS = Family(
     decoder_block="gpt_oss", model_type="gpt_oss", architecture="GptOssForCausalLM",
     experts=Experts(have_biases=True, limit=7.0, always_normalise=True),
-    attention=GroupedAttention(has_sinks=True),
+    attention=GroupedAttention(has_sinks=True, local_every=2),
     defaults={
         "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
         "num_experts": 128, "num_experts_per_tok": 4, "attention_bias": True,
@@ -140,7 +144,7 @@ _GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    fields={"num_experts": "num_local_experts"}, bias_fields=("attention_bias",), local_every=2,
+    fields={"num_experts": "num_local_experts"}, bias_fields=("attention_bias",),
     modules={**MODULES, "experts.router": "mlp.router"},
     tensors={
         "attention.sinks": "self_attn.sinks",

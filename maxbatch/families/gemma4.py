@@ -76,9 +76,9 @@ class SharedKeys(LastLayers):
         """Returns the number of these layers."""
         return int(model.num_kv_shared_layers)
 
-    def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
-        """Returns the hidden width of these layers' MLPs."""
-        return {self.hidden: model.base_mlp_dim * (2 if model.use_double_wide_mlp else 1)}
+    def hidden_times(self, model: ModelKeys) -> int:
+        """Returns 2 for wider MLPs."""
+        return 2 if model.use_double_wide_mlp else 1
 
     def in_cycles(
         self, config: ModelKeys, layers: int, length: int, rule: str, works: dict[str, object]
@@ -107,13 +107,22 @@ class SharedKeys(LastLayers):
 
 SHARED_KEYS = SharedKeys()
 
+_ATTENTION = GroupedAttention(
+    has_global_heads=True,
+    shares_kv_projections=True,
+    has_value_norm=True,
+    has_qk_norm=True,
+    caps_scores=True,
+    local_every=6,
+)
+
 # transformers keep `layer_scalar` as a buffer, which they do not train; MaxText and maxbatch train
 # it.
 GEMMA4 = Family(
     decoder_block="gemma4", model_type="gemma4_text", architecture="Gemma4ForCausalLM",
-    norms=Norms(are_after=True), embedding=Embedding(is_scaled=True), has_cycle=True, endings=(LAYER_SCALE,),
+    norms=Norms(are_after=True), embedding=Embedding(is_scaled=True, caps_logits=True), endings=(LAYER_SCALE,),
     experts=Experts(always_normalise=True, are_beside_mlp=True),
-    attention=GroupedAttention(has_global_heads=True, shares_kv_projections=True, has_value_norm=True),
+    attention=_ATTENTION,
     told_by={"hidden_size_per_layer_input": 0},
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
@@ -125,7 +134,7 @@ GEMMA4 = Family(
         },
     },
     fields={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-    bias_fields=("attention_bias",), has_qk_norm=True, has_soft_caps=True, local_every=6,
+    bias_fields=("attention_bias",),
     modules={
         **GEMMA_MODULES, "mlp_own_norm": "post_feedforward_layernorm_1",
         "experts_norm": "pre_feedforward_layernorm_2", "experts_own_norm": "post_feedforward_layernorm_2",
@@ -140,7 +149,7 @@ GEMMA4 = Family(
 )  # fmt: skip
 GEMMA4_SMALL = dataclasses.replace(
     GEMMA4, decoder_block="gemma4_small", experts=None, last_layers=SHARED_KEYS,
-    attention=GroupedAttention(has_global_heads=True, has_value_norm=True), endings=(LAYER_INPUTS, LAYER_SCALE),
+    attention=dataclasses.replace(_ATTENTION, shares_kv_projections=False), endings=(LAYER_INPUTS, LAYER_SCALE),
     told_by={"hidden_size_per_layer_input": 256},
     modules={
         **GEMMA_MODULES,

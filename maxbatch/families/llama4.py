@@ -10,7 +10,7 @@ from typing import Any
 
 from maxbatch.families.forms.attention import GROWTH_FACTOR, GROWTH_TOKENS, GroupedAttention
 from maxbatch.families.forms.experts import Experts
-from maxbatch.families.forms.form import TinySizes
+from maxbatch.families.forms.form import TinySizes, refusal
 from maxbatch.families.parameter import ModelKeys
 from maxbatch.families.record import MODULES, Family
 
@@ -22,6 +22,7 @@ class ChunkedAttention(GroupedAttention):
     """
 
     keys = ("nope_layer_interval", "chunk_attn_window_size", "temperature_tuning")
+    steps = ("nope_layer_interval",)
 
     def scores(self, model: ModelKeys) -> str:
         """Returns the class whose scores know chunks, if there are any."""
@@ -39,6 +40,11 @@ class ChunkedAttention(GroupedAttention):
             return super().twice_seen(model, length, is_local)
         return min(int(model.chunk_attn_window_size), length)
 
+    def rotates(self, model: ModelKeys, place: int) -> bool:
+        """Returns whether a layer is none of those that rotate nothing."""
+        every = model.nope_layer_interval
+        return bool(every < 1 or (place + 1) % every > 0)
+
     def is_local(self, model: ModelKeys, has_rope: bool, by_pattern: bool) -> bool:
         """Returns whether a layer has chunks, if there are any: those with RoPE have."""
         return has_rope if model.chunk_attn_window_size else by_pattern
@@ -47,6 +53,21 @@ class ChunkedAttention(GroupedAttention):
         """Returns that there are no chunks."""
         return {"chunk_attn_window_size": 0} if config.chunk_attn_window_size else {}
 
+    def check(self, config: ModelKeys) -> None:
+        """Raises ConfigError for scores that grow, or layers that rotate nothing, where all layers
+        or none have RoPE.
+        """
+        super().check(config)
+        grows: dict[str, object] = (
+            {"temperature_tuning": "false"} if config.temperature_tuning else {}
+        )
+        if grows and config.nope_layer_interval == -1:
+            rule = "false beside nope_layer_interval=-1: all layers have RoPE"
+            raise refusal(config, rule, grows)
+        if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
+            rule = "-1 beside trainable_position_size, which leaves out RoPE"
+            raise refusal(config, rule, {"nope_layer_interval": -1} | grows)
+
     def small_keys(self, config: ModelKeys, sizes: TinySizes) -> dict[str, Any]:
         """Returns a small chunk."""
         return {"chunk_attn_window_size": min(config.chunk_attn_window_size, sizes.length // 2)}
@@ -54,9 +75,10 @@ class ChunkedAttention(GroupedAttention):
 
 LLAMA4 = Family(
     decoder_block="llama4", model_type="llama4_text", architecture="Llama4ForCausalLM",
-    has_cycle=True, cycle_keys=("interleave_moe_layer_step",),
     attention=ChunkedAttention(qk_norm_over="rotated", rotates_neighbours=True),
-    experts=Experts(keys=("shared_experts", "routed_score_func"), weigh_inputs=True),
+    experts=Experts(
+        keys=("interleave_moe_layer_step", "shared_experts", "routed_score_func"), weigh_inputs=True,
+    ),
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_experts": 16,
         "num_experts_per_tok": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,

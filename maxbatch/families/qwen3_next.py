@@ -31,6 +31,7 @@ class DeltaRule(AttentionForm):
         "gdn_key_head_dim",
         "partial_rotary_factor",  # of the attention beside it
     )
+    steps = ("inhomogeneous_layer_cycle_interval",)
     over_tensor = ("delta_key_heads", "delta_heads")
     whole = ("delta_key_dim", "delta_value_dim", "convolution")
     in_float32 = ("delta_norm", "decay_heads")
@@ -66,6 +67,10 @@ class DeltaRule(AttentionForm):
             **dict.fromkeys(widths, model.gdn_key_head_dim),
             "convolution": CONVOLUTION_TOKENS,
         }
+
+    def is_at(self, model: ModelKeys, place: int) -> bool:
+        """Returns whether a layer is not the last one of the cycle."""
+        return bool((place + 1) % model.inhomogeneous_layer_cycle_interval > 0)
 
     def state_operations(self, model: ModelKeys) -> int:
         """Returns 24 * H * k * v, for a decay, two readings and a writing of H states of k times v,
@@ -114,8 +119,9 @@ DELTA_RULE: AttentionForm = DeltaRule()
 
 QWEN3_NEXT = Family(
     decoder_block="qwen3_next", model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
-    norms=Norms(add_one=True), has_cycle=True, attention_before=DELTA_RULE,
-    attention=GroupedAttention(has_query_gate=True), experts=Experts(keys=("shared_experts",), have_shared_gate=True),
+    norms=Norms(add_one=True), attention_before=DELTA_RULE,
+    attention=GroupedAttention(has_query_gate=True, has_qk_norm=True),
+    experts=Experts(keys=("shared_experts",), have_shared_gate=True),
     defaults={
         "intermediate_size": 5632, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
         "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -123,7 +129,7 @@ QWEN3_NEXT = Family(
         "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
     },
     fixed={"linear_conv_kernel_dim": CONVOLUTION_TOKENS},
-    bias_fields=("attention_bias",), has_qk_norm=True,
+    bias_fields=("attention_bias",),
     modules={
         **MODULES, **EXPERTS, "attention.query_gate": "self_attn.q_proj",
         **dict.fromkeys((f"attention.delta_{part}" for part in ("query", "key", "value", "gate")),

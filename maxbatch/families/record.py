@@ -23,15 +23,6 @@ from maxbatch.families.forms.norms import RMS_BEFORE, Norms
 
 Json = dict[str, Any]
 
-LOCAL, GLOBAL = "local_sliding", "global"
-
-
-def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer attends to a window only; the pattern repeats over the layers."""
-    pattern = attention_type.split(",")
-    return tuple(pattern[layer % len(pattern)].strip() == LOCAL for layer in range(num_layers))
-
-
 # The modules of LLaMA's layers by our names, and those of experts as most families name them.
 MODULES = {
     "embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head",
@@ -70,9 +61,6 @@ class Family:
     embedding: Embedding = EMBEDDING
     endings: tuple[Ending, ...] = ()  # of a layer, in order
     last_layers: LastLayers | None = None  # the last ones of the decoder, if they differ
-    # its layers have several forms, and repeat a cycle of them (`maxbatch.families.cycle`)
-    has_cycle: bool = False
-    cycle_keys: tuple[str, ...] = ()  # the keys of that cycle that no form has
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
     fixed: Json = dataclasses.field(default_factory=dict)  # fields that have no other values
@@ -83,16 +71,9 @@ class Family:
     # names of activations that mean others
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
-    is_gated: bool = True  # whether its MLP has a linear projection beside the activated one
-    has_qk_norm: bool = False
-    has_attention_bias: bool = False  # of queries, keys and values
-    has_rope: bool = True
-    has_soft_caps: bool = False
     has_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
     # whether windows may start at a later layer or be off (use_sliding_window)
     has_max_window_layers: bool = False
-    # n: every n-th layer is global and the others local; 1: all are local; 0: as layer_types states
-    local_every: int = 0
     # Its tensors. Our modules that share a name form one tensor, in the order of the table.
     # its names of ours
     modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: MODULES)
@@ -124,14 +105,9 @@ class Family:
     @property
     def own_keys(self) -> tuple[str, ...]:
         """The config keys of forms that only some families have."""
-        keys = (*self.cycle_keys, *(key for form in self.forms for key in form.keys))
-        return tuple(dict.fromkeys(keys))
+        return tuple(dict.fromkeys(key for form in self.forms for key in form.keys))
 
     @property
-    def attention_type(self) -> str:
-        """The pattern of its local and global layers, in the form of the key."""
-        return (
-            LOCAL
-            if self.local_every == 1
-            else ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
-        )
+    def has_cycle(self) -> bool:
+        """Whether its layers may have several forms, which they repeat as a cycle."""
+        return self.attention.has_global_heads or any(form.steps for form in self.forms)

@@ -168,18 +168,18 @@ def _python(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-# Fields of a family's record that are no forms: of the cycle of its layers, and, behind the comment
-# on its config.json, of its Hugging Face files.
-OF_CYCLES = {"has_cycle", "cycle_keys"}
-
-
-def fields_of_files() -> set[str]:
-    """Returns the fields that state a family's names and its Hugging Face files."""
-    return {
-        field.name
-        for field in dataclasses.fields(Family)
-        if field.name not in OF_CYCLES and not is_form(field.name)
-    }
+# The fields of a family's record that are no forms: its names, and the names, defaults and order of
+# what its Hugging Face files have.
+NAMES = {"decoder_block", "model_type", "architecture"}
+OF_CONFIG_JSON = {
+    *("defaults", "fixed", "told_by", "fields", "activations", "bias_fields"),
+    *("has_head_dim", "has_max_window_layers"),
+}
+OF_TENSORS = {
+    *("modules", "tensors", "layer", "prefix", "by_head"),
+    *("inputs_first", "experts_alternate", "expert_outputs_first"),
+}
+HUGGING_FACE_ROOM = "around/huggingface"
 
 
 def is_form(field: str) -> bool:
@@ -205,12 +205,28 @@ def _is_family(node: ast.expr) -> bool:
     """Returns whether an expression is a family's record, by its name."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.value, ast.Name) and node.value.id == "FAMILIES"
+    if isinstance(node, ast.Call):
+        node = node.func
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name in ("family", "other")
+    return name.lstrip("_") in ("family", "other")
 
 
-@pytest.mark.parametrize("room", ["model", "plan", "parallel", "update", "around/huggingface"])
+def test_a_family_states_names_and_forms() -> None:
+    fields = {field.name for field in dataclasses.fields(Family)}
+    names = NAMES | OF_CONFIG_JSON | OF_TENSORS
+    assert names < fields and all(map(is_form, fields - names))
+
+
+@pytest.mark.parametrize(
+    "room", ["model", "plan", "parallel", "update", "config", HUGGING_FACE_ROOM]
+)
 def test_a_room_reads_a_familys_layers_through_its_forms_alone(room: str) -> None:
-    of_files = fields_of_files() if room.startswith("around") else set()
+    names = NAMES | OF_CONFIG_JSON | OF_TENSORS if room == HUGGING_FACE_ROOM else NAMES
     reading = read_by(room)
-    assert {field for field in reading if not is_form(field)} <= of_files, reading
+    assert {field for field in reading if not is_form(field)} <= names, reading
+
+
+def test_the_rules_of_a_key_that_some_families_have_are_their_forms() -> None:
+    text = (PACKAGE / "config" / "rules.py").read_text()
+    of_some = {key for family in FAMILIES.values() for key in family.own_keys}
+    assert not [key for key in of_some if key in text]

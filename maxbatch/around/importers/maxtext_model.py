@@ -94,7 +94,7 @@ def _pattern(t: Translation, word: str) -> None:
     MaxText.
     """
     block = t.text(word)
-    t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
+    t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention.attention_type)
 
 
 def _double_layers(t: Translation, _: str) -> None:

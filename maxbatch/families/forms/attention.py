@@ -13,6 +13,14 @@ from maxbatch.families.parameter import LAST_LAYERS, Axes, ModelKeys, Parameter
 # these values (Llama 4's `floor_scale` and `attn_scale`).
 GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1
 
+LOCAL, GLOBAL = "local_sliding", "global"  # words of `attention_type`
+
+
+def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer attends to a window only; the pattern repeats over the layers."""
+    pattern = attention_type.split(",")
+    return tuple(pattern[layer % len(pattern)].strip() == LOCAL for layer in range(num_layers))
+
 
 class AttentionForm(Form):
     """A form of attention: how the tokens of a row read each other, or a state."""
@@ -26,6 +34,20 @@ class AttentionForm(Form):
     has_sinks = False
     has_global_heads = False
     shares_kv_projections = False
+    # What published models have; the keys of a model may state otherwise.
+    has_rope = True
+    has_qk_norm = False
+    has_input_biases = False  # of queries, keys and values
+    caps_scores = False
+    # n: every n-th layer is global and the others local; 1: all are local; 0: each model states it
+    local_every = 0
+
+    @property
+    def attention_type(self) -> str:
+        """The pattern of local and global layers in published models, in the form of the key."""
+        if self.local_every == 1:
+            return LOCAL
+        return ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
 
     def rows(self, name: str, is_local: bool | None) -> tuple[Parameter, ...]:
         """Returns the parameters of one layer's attention, whose paths begin with `name`."""
@@ -63,6 +85,18 @@ class AttentionForm(Form):
         """Returns twice the tokens that a token of a row sees on average."""
         seen = min(self.window(model), length) if is_local else length
         return 2 * seen - seen * seen // length
+
+    def is_at(self, model: ModelKeys, place: int) -> bool:
+        """Returns whether the layer at a place of a cycle has it, in a family whose other layers
+        have another form.
+        """
+        del model, place
+        return True
+
+    def rotates(self, model: ModelKeys, place: int) -> bool:
+        """Returns whether the layer at a place of a cycle rotates queries and keys."""
+        del model, place
+        return True
 
     def is_local(self, model: ModelKeys, has_rope: bool, by_pattern: bool) -> bool:
         """Returns whether a layer of a cycle is local.
@@ -117,6 +151,11 @@ class GroupedAttention(AttentionForm):
     has_global_heads: bool = False
     # one product gives the keys and the values of a global layer
     shares_kv_projections: bool = False
+    has_rope: bool = True
+    has_qk_norm: bool = False
+    has_input_biases: bool = False
+    caps_scores: bool = False
+    local_every: int = 0
 
     @property
     def keys(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -14,6 +14,7 @@ class Embedding(Form):
     """A table of tokens, as it is or multiplied by the root of its width."""
 
     is_scaled: bool = False
+    caps_logits: bool = False  # in published models, where the table is the output projection too
 
     def scale(self, model: ModelKeys) -> float | None:
         """Returns the factor of the embedding; None if it has none."""

@@ -11,6 +11,7 @@ from maxbatch.families.forms.form import Form, NormRows, refusal
 from maxbatch.families.parameter import ModelKeys, Parameter
 
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
+_STEP = "interleave_moe_layer_step"  # the key of a distance between layers with experts
 
 
 def moe_mlp_dim(model: ModelKeys) -> int:
@@ -105,6 +106,25 @@ class Experts(Form):
             Parameter(f"{name}.down", ("embed",), ("shared_mlp",), kept="mlpwo", has=has),
             *((gate,) if self.have_shared_gate else ()),
         )
+
+    @property
+    def steps(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The distance between layers that have experts, if a key states it."""
+        return tuple(name for name in self.keys if name == _STEP)
+
+    @property
+    def are_in_some(self) -> bool:
+        """Whether some layers, or some models, may have none."""
+        return self.are_beside_mlp or _STEP in self.keys
+
+    def are_at(self, model: ModelKeys, place: int) -> bool:
+        """Returns whether the layer at a place of a cycle has experts."""
+        step = model[_STEP] if _STEP in self.keys else 1
+        return self.are_in(model) and (place + 1) % step == 0
+
+    def summed_times(self, config: ModelKeys) -> dict[str, int]:
+        """Returns those of the shared experts, which are one MLP."""
+        return {"base_moe_mlp_dim": config.shared_experts or 1}
 
     def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
         """Returns the number of experts, their hidden width and that of shared ones."""

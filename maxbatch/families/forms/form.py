@@ -27,6 +27,8 @@ class Form:
     layer = ""  # "module:name" of the class or function that computes it
     # the config keys that only families of this form have
     keys: tuple[str, ...] = ()
+    # those among them that state a distance: every n-th layer differs; below 1: none does
+    steps: tuple[str, ...] = ()
     # The axes that only its parameters have, by what may split them: the tensor axis; nothing; what
     # splits the width of the stream; nothing, and they are computed in float32; the axes of fsdp and
     # tensor, and of its activations fsdp.
@@ -66,6 +68,13 @@ class Form:
         """
         del config, layers, length
         return rule, works
+
+    def summed_times(self, config: ModelKeys) -> dict[str, int]:
+        """Returns, for keys that state a width, how many times it a product of its own sums over
+        at most.
+        """
+        del config
+        return {}
 
     def layer_class(self) -> Any:
         """Imports the class or the function that computes it."""

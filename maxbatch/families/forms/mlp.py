@@ -19,6 +19,8 @@ class PlainOrGated(Form):
 
     layer = "maxbatch.model.mlp:MLP"
     over_tensor = ("mlp",)
+    # whether published models have a linear projection beside the activated one
+    has_gate: bool = True
     has_biases: bool = False  # whatever mlp_projection_bias says
 
     def rows(self, name: str, hidden: str = "mlp") -> tuple[Parameter, ...]:

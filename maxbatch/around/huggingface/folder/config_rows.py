@@ -52,7 +52,7 @@ def _write_kv_heads(heads: int, config: DecoderConfig) -> int:
 
 
 def _read_mlp_dim(width: int | None, model: StatedModel) -> int:
-    if width is None and not model.family.has_rope:
+    if width is None and not model.family.attention.has_rope:
         return 4 * model.width  # GPT-2's default
     inner_width: int = model["intermediate_size"]
     return inner_width
@@ -68,12 +68,12 @@ def _write_mlp_dim(width: int, config: DecoderConfig) -> int:
 def _read_activation(name: str | None, model: StatedModel) -> str:
     family, name = model.family, name or "silu"
     ours = ACTIVATIONS.get(family.activations.get(name, name))
-    if ours is None or ours not in (_GATED if family.is_gated else _PLAIN):
+    if ours is None or ours not in (_GATED if family.mlp.has_gate else _PLAIN):
         field = family.fields.get("hidden_act", "hidden_act")
         raise model.refused(
             f"{field}={shown(str(name))} is not supported for {family.decoder_block}"
         )
-    return f"{ours},linear" if family.is_gated else ours
+    return f"{ours},linear" if family.mlp.has_gate else ours
 
 
 def _write_activation(activations: str, config: DecoderConfig) -> str:
@@ -89,16 +89,21 @@ def _always_normalise(family: Family) -> bool:
     return family.experts is not None and family.experts.always_normalise
 
 
-def _read_cap(cap: float | None, model: StatedModel) -> float:
-    return (cap or 0) if model.family.has_soft_caps else 0
+def _caps_scores(family: Family) -> bool:
+    return family.attention.caps_scores
+
+
+def _caps_logits(family: Family) -> bool:
+    return family.embedding.caps_logits
+
+
+def _read_cap(has_cap: Callable[[Family], bool]) -> Callable[[float | None, StatedModel], float]:
+    """Returns a conversion of a field that only families with this cap heed."""
+    return lambda cap, model: (cap or 0) if has_cap(model.family) else 0
 
 
 def _write_cap(cap: float, _: DecoderConfig) -> float | None:
     return float(cap) or None
-
-
-def _has_soft_caps(family: Family) -> bool:
-    return family.has_soft_caps
 
 
 COMMON = (
@@ -128,29 +133,29 @@ COMMON = (
     Row(
         "attention_bias",
         "attention_bias",
-        lambda bias, model: model.family.has_attention_bias or bool(bias),
+        lambda bias, model: model.family.attention.has_input_biases or bool(bias),
         default=None,
         is_written=_states("attention_bias"),
     ),
     # by the same field, which the row above writes
     Row("attention_out_bias", "attention_bias", flag, default=None, is_written=never),
     Row("mlp_projection_bias", "mlp_bias", flag, default=None, is_written=_states("mlp_bias")),
-    Row("use_qk_norm", "", of_family(lambda family: family.has_qk_norm)),
+    Row("use_qk_norm", "", of_family(lambda family: family.attention.has_qk_norm)),
     Row(
         "attn_logits_soft_cap",
         "attn_logit_softcapping",
-        _read_cap,
+        _read_cap(_caps_scores),
         _write_cap,
         default=None,
-        is_written=_has_soft_caps,
+        is_written=_caps_scores,
     ),
     Row(
         "final_logits_soft_cap",
         "final_logit_softcapping",
-        _read_cap,
+        _read_cap(_caps_logits),
         _write_cap,
         default=None,
-        is_written=_has_soft_caps,
+        is_written=_caps_logits,
     ),
     Row(
         "query_pre_attn_scalar",
@@ -211,8 +216,8 @@ FORMS = (
     ),
     *FORMS_OF_SOME,
     Form(always, read=read_windows, write=write_windows),
-    Form(lambda family: family.has_rope, read=read_rope, write=write_rope),
-    Form(lambda family: not family.has_rope, POSITIONS),
+    Form(lambda family: family.attention.has_rope, read=read_rope, write=write_rope),
+    Form(lambda family: not family.attention.has_rope, POSITIONS),
 )
 # The largest value of each whole number of a form that few families have.
 MOST_OF_FORMS = {

@@ -12,11 +12,12 @@ from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.values import shown
 from maxbatch.families.cycle import cycle_of
 from maxbatch.families.deepseek import LATENTS
+from maxbatch.families.forms.attention import GLOBAL, LOCAL
 from maxbatch.families.forms.experts import moe_mlp_dim
 from maxbatch.families.llama4 import ChunkedAttention
 from maxbatch.families.matrices import global_head_dim
 from maxbatch.families.qwen3_next import DELTA_RULE
-from maxbatch.families.record import GLOBAL, LOCAL, Family, Json
+from maxbatch.families.record import Family, Json
 
 # Heads that only global layers have, inputs of layers, and last layers that share keys (Gemma 4).
 

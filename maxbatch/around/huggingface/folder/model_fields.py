@@ -18,7 +18,8 @@ from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import value_text
 from maxbatch.families.family import FAMILIES
-from maxbatch.families.record import Json, is_local_layer
+from maxbatch.families.forms.attention import is_local_layer
+from maxbatch.families.record import Json
 from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -60,7 +60,7 @@ def read_rope(model: StatedModel) -> dict[str, object]:
         keys["partial_rotary_factor"] = rope.get(
             "partial_rotary_factor", model["partial_rotary_factor"]
         )
-    if family.local_every and local_base:
+    if family.attention.local_every and local_base:
         keys["local_rope_max_timescale"] = local_base
     originals = (
         rope.get("original_max_position_embeddings"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 from maxbatch.around.huggingface.folder.stated_model import StatedModel
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.values import shown
-from maxbatch.families.record import GLOBAL, LOCAL, Family, Json, is_local_layer
+from maxbatch.families.forms.attention import GLOBAL, LOCAL, is_local_layer
+from maxbatch.families.record import Family, Json
 
 # Values of the field `layer_types`.
 FULL, _WINDOW = "full_attention", "sliding_attention"
@@ -31,11 +32,12 @@ def write_windows(config: DecoderConfig, family: Family) -> Json:
     local = is_local_layer(config.attention_type, config.base_num_decoder_layers)
     types = [_WINDOW if is_local else FULL for is_local in local]
     window = config.sliding_window_size if any(local) else None
-    if family.local_every == 1:
+    every = family.attention.local_every
+    if every == 1:
         return {"sliding_window": window}
-    if family.local_every:
+    if every:
         # The distance between global layers: older files state nothing else about them.
-        pattern = types.index(FULL) + 1 if FULL in types else family.local_every
+        pattern = types.index(FULL) + 1 if FULL in types else every
         return {"sliding_window": window, "layer_types": types, "sliding_window_pattern": pattern}
     if family.has_max_window_layers:
         first = local.index(True) if any(local) else len(local)
@@ -50,7 +52,7 @@ def write_windows(config: DecoderConfig, family: Family) -> Json:
 
 def layer_types(model: StatedModel) -> list[str]:
     """Returns whether each layer is local or global; one value where all are alike."""
-    types, every = model.get("layer_types"), model.family.local_every
+    types, every = model.get("layer_types"), model.family.attention.local_every
     if types:
         if unknown := [name for name in types if name not in _TYPES]:
             raise model.refused(f"layer_types={shown(str(unknown[0]))} is not supported")
