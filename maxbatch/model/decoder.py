@@ -3,6 +3,11 @@
 Pre-normalised residual blocks (RMSNorm), rotary grouped-query attention, a gated SiLU MLP, tied or
 untied embeddings: LLaMA (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
 
+The way of a token: its row of the embedding (`Decoder._embedded`); the parts of the decoder one
+after the other, each a stack of layers that share one program (`_parts`, `_run`); the final norm;
+the logits. `maxbatch.model.walk` goes through the layers of a stack, `maxbatch.model.layer` is one
+of them. New tokens of rows that are sampled go the same way, with caches (`hidden_with_caches`).
+
 Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B rows and T new
 tokens.
 """
@@ -20,13 +25,7 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.families.cycle import (
-    LayerForm,
-    cycle_length,
-    cycle_of,
-    local_layers,
-    places_of_keys,
-)
+from maxbatch.families.cycle import LayerForm, cycle_of, local_layers, places_of_keys
 from maxbatch.families.family import FAMILIES
 from maxbatch.families.forms.form import imported
 from maxbatch.families.matrices import num_layers, num_stacked
@@ -106,6 +105,10 @@ class Decoder(nnx.Module):
         constrain: Constrain = unconstrained,
         layer_runner: LayerRunner | None = None,
     ):
+        family, cycle = FAMILIES[config.decoder_block], cycle_of(config)
+        # Inside of a pipeline activations are of one stage, so its own constraint places them.
+        inside = layer_runner.constrain if layer_runner else constrain
+
         # The logits of a tied model start at a variance of about 1, so its loss starts at most half
         # a nat above ln V. Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats
         # after 100 updates of the default model).
@@ -113,73 +116,50 @@ class Decoder(nnx.Module):
 
         self.num_dense = config.first_num_dense_layers
         if self.num_dense:
-            dense = partial(
-                DecoderLayer,
-                config,
-                DENSE_LAYERS,
-                LayerForm(FAMILIES[config.decoder_block].attention, has_experts=False),
-                constrain=constrain,
-            )
-            self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
+            form = LayerForm(family.attention, has_experts=False)
+            make = partial(DecoderLayer, config, DENSE_LAYERS, form, constrain=constrain)
+            self.dense_layers = _stack_of(make, self.num_dense, DENSE_LAYERS, rngs)
 
-        # Inside of a pipeline activations are of one stage, so its own constraint places them.
-        inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
-        self.num_stacked, self.cycle_length = num_stacked(config), cycle_length(config)
+        self.num_stacked, self.cycle_length = num_stacked(config), len(cycle)
+        self.layers = _stack_of_cycles(config, LAYERS, rngs, inside)
 
-        def stack_of_cycles(stack: str) -> DecoderLayer | LayerCycle:
-            if self.cycle_length == 1:
-                layer = partial(DecoderLayer, config, stack, cycle[0], constrain=inside)
-                return _stack_of(layer, num_stacked(config, stack), stack, rngs)
-            return _stack_of(
-                partial(LayerCycle, config, stack, constrain=inside),
-                num_stacked(config, stack),
-                stack,
-                rngs,
-            )
-
-        self.layers = stack_of_cycles(LAYERS)
         self.shares_keys = num_layers(config, LAST_LAYERS) > 0
         self.places_of_keys = places_of_keys(cycle)  # for each place of the cycle
         if self.shares_keys:
-            setattr(self, LAST_LAYERS, stack_of_cycles(LAST_LAYERS))
+            setattr(self, LAST_LAYERS, _stack_of_cycles(config, LAST_LAYERS, rngs, inside))
+
         # the module that makes what layers are given besides the stream; empty: nothing does
         self.maker_of_inputs = ""
-        for ending in FAMILIES[config.decoder_block].endings:
+        for ending in family.endings:
             if ending.module:
-                make = imported(ending.makes_inputs)
-                setattr(self, ending.module, make(config, rngs=rngs, constrain=constrain))
+                make_inputs = imported(ending.makes_inputs)
+                setattr(self, ending.module, make_inputs(config, rngs=rngs, constrain=constrain))
                 self.maker_of_inputs = ending.module
+
         self.final_norm = norm_of(config, "final_norm")
         add_parameters(self, config, "output", rngs=rngs)
-        self.constrain = constrain
+
         self.dtype = jnp.dtype(config.dtype)
-        scale = FAMILIES[config.decoder_block].embedding.scale(config)
+        scale = family.embedding.scale(config)
         # multiplies the embedding where it enters the stream
         self.embedding_scale = None if config.gemma_weights_scaled else scale
         # is a factor of the embedding's weights, so it divides tied logits
         self.held_scale = scale if config.gemma_weights_scaled else None
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.z_loss: float = config.z_loss_multiplier
-        self.rope_keys = (
-            None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
-        )
+        has_rope = config.trainable_position_size <= 0
+        self.rope_keys = RopeKeys.from_config(config) if has_rope else None
         self.local_layers = local_layers(config, num_layers(config))
         self.has_experts = any(form.has_experts for form in cycle)
-        self.scan_layers = config.scan_layers
-        self.remat = Remat.of(config.remat)
-        self.layer_runner = layer_runner
+
+        self.scan_layers, self.remat = config.scan_layers, Remat.of(config.remat)
+        self.constrain, self.layer_runner = constrain, layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the
         arguments.
         """
         return self.logits(self.hidden(tokens_MxL, segments_MxL).x_MxLxD)
-
-    def logits(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each, float32[M, L, V], from the stream after the
-        final norm.
-        """
-        return product(x_MxLxD, self.output_projection(), "mld,dv->mlv", out_dtype=jnp.float32)
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> Hidden:
         """Returns the stream after the final norm, and the routing sums of all layers.
@@ -227,6 +207,29 @@ class Decoder(nnx.Module):
         assert carried.caches is not None, "new tokens have caches"
         return self.final_norm(carried.x_MxLxD), carried.caches
 
+    def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
+        # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of
+        # the parameter.
+        table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
+        x_MxLxD = table_VxD[tokens_MxL]
+        if self.embedding_scale is not None:
+            x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
+        if self.rope_keys is None:
+            table_PxD = self.constrain(
+                self.positions[...].astype(self.dtype), ("position", "embed")
+            )
+            x_MxLxD += table_PxD[places()]
+        return self.constrain(x_MxLxD, STREAM)
+
+    def _inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array | None:
+        """Returns the inputs that layers have besides the stream, [N, M, L, P] or by cycles [N,
+        cycle, M, L, P]; None if they have none.
+        """
+        if not self.maker_of_inputs:
+            return None
+        inputs_NxMxLxP: jax.Array = getattr(self, self.maker_of_inputs)(tokens_MxL, x_MxLxD)
+        return inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
+
     def _parts(self, ropes: Ropes | None, inputs_NxMxLxP: jax.Array | None) -> list[Part]:
         """Returns the parts of the decoder, in order: first layers without experts, if it has some;
         most layers; the last ones without keys of their own, if it has some.
@@ -244,18 +247,28 @@ class Decoder(nnx.Module):
         stacked = self._stacked(parameters, order)
         if inputs_NxMxLxP is not None:
             stacked = stacked._replace(inputs=inputs_NxMxLxP[: self.num_stacked])
-        parts.append(make(layerdef, stacked, self.num_dense + order, runner=runner))
+        most = make(layerdef, stacked, self.num_dense + order, runner=runner)
+        if not self.shares_keys:
+            return [*parts, most]
 
-        if self.shares_keys:
-            parts[-1] = parts[-1]._replace(keys="given", sources=self.places_of_keys)
-            layerdef, parameters = _split(getattr(self, LAST_LAYERS))
-            stacked = Stacked(parameters)
-            if inputs_NxMxLxP is not None:
-                stacked = stacked._replace(inputs=inputs_NxMxLxP[self.num_stacked :])
-            last_with_keys = np.full(stacked.num_layers, self.num_stacked - 1)
-            of_shared = make(layerdef, stacked, last_with_keys)
-            parts.append(of_shared._replace(keys="taken", sources=self.places_of_keys))
-        return parts
+        layerdef, parameters = _split(getattr(self, LAST_LAYERS))
+        stacked = Stacked(parameters)
+        if inputs_NxMxLxP is not None:
+            stacked = stacked._replace(inputs=inputs_NxMxLxP[self.num_stacked :])
+        last_with_keys = np.full(stacked.num_layers, self.num_stacked - 1)
+        last = make(layerdef, stacked, last_with_keys, keys="taken", sources=self.places_of_keys)
+        return [*parts, most._replace(keys="given", sources=self.places_of_keys), last]
+
+    def _stacked(self, parameters: State, order: np.ndarray) -> Stacked:
+        """Returns most layers, in an order of their numbers."""
+        numbers = (
+            self.num_dense + self.cycle_length * order.astype(np.int32)
+            if self.has_experts
+            else None
+        )
+        if self.cycle_length > 1 or len(set(self.local_layers)) == 1:
+            return Stacked(parameters, number=numbers)
+        return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
 
     def _run(
         self, part: Part, carried: Carried, slots: Slots
@@ -293,24 +306,6 @@ class Decoder(nnx.Module):
         sums = jax.tree.map(lambda of_layers: of_layers[in_order], sums)
         return Carried(self.constrain(x_MxLxD, STREAM)), sums
 
-    def _by_layer(self, sums: RoutingSums | None) -> RoutingSums | None:
-        """Returns the sums of all layers with experts in order, from those of each cycle."""
-        if self.cycle_length == 1:
-            return sums
-        by_layer: RoutingSums | None = jax.tree.map(
-            lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums
-        )
-        return by_layer
-
-    def _inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> jax.Array | None:
-        """Returns the inputs that layers have besides the stream, [N, M, L, P] or by cycles [N,
-        cycle, M, L, P]; None if they have none.
-        """
-        if not self.maker_of_inputs:
-            return None
-        inputs_NxMxLxP: jax.Array = getattr(self, self.maker_of_inputs)(tokens_MxL, x_MxLxD)
-        return inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
-
     def _no_keys(self, shape: tuple[int, ...]) -> KeysByPlace:
         """Returns zeros in the form of the keys and values that layers share, for M rows of L
         tokens.
@@ -323,8 +318,16 @@ class Decoder(nnx.Module):
                 *(jnp.zeros((*shape, kv_heads, width), self.dtype) for width in widths)
             )
 
-        layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
-        return {place: zeros(layers[place]) for place in set(self.places_of_keys)}
+        return {place: zeros(self.layers.layers[place]) for place in set(self.places_of_keys)}
+
+    def _by_layer(self, sums: RoutingSums | None) -> RoutingSums | None:
+        """Returns the sums of all layers with experts in order, from those of each cycle."""
+        if self.cycle_length == 1:
+            return sums
+        by_layer: RoutingSums | None = jax.tree.map(
+            lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums
+        )
+        return by_layer
 
     def empty_caches(self, num_rows: int, length: int, ends_B: jax.Array | None = None) -> Caches:
         """Returns caches in the compute dtype with room for `length` tokens in each of B rows.
@@ -333,36 +336,17 @@ class Decoder(nnx.Module):
           ends_B: int32: tokens from this position of a row on change no state of it (`StateCache`);
             None: all do.
         """
-        layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
         room = Room(self.num_dense, self.num_stacked, num_rows, length, ends_B)
+        attentions = (layer.attention for layer in self.layers.layers)
         return Caches(
-            tuple(layer.attention.empty_cache(room, self.dtype, self.constrain) for layer in layers)
+            tuple(one.empty_cache(room, self.dtype, self.constrain) for one in attentions)
         )
 
-    def _stacked(self, parameters: State, order: np.ndarray) -> Stacked:
-        """Returns most layers, in an order of their numbers."""
-        numbers = (
-            self.num_dense + self.cycle_length * order.astype(np.int32)
-            if self.has_experts
-            else None
-        )
-        if self.cycle_length > 1 or len(set(self.local_layers)) == 1:
-            return Stacked(parameters, number=numbers)
-        return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
-
-    def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
-        # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of
-        # the parameter.
-        table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
-        x_MxLxD = table_VxD[tokens_MxL]
-        if self.embedding_scale is not None:
-            x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
-        if self.rope_keys is None:
-            table_PxD = self.constrain(
-                self.positions[...].astype(self.dtype), ("position", "embed")
-            )
-            x_MxLxD += table_PxD[places()]
-        return self.constrain(x_MxLxD, STREAM)
+    def logits(self, x_MxLxD: jax.Array) -> jax.Array:
+        """Returns the logits of the token after each, float32[M, L, V], from the stream after the
+        final norm.
+        """
+        return product(x_MxLxD, self.output_projection(), "mld,dv->mlv", out_dtype=jnp.float32)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Returns logits under `final_logits_soft_cap`."""
@@ -379,6 +363,18 @@ class Decoder(nnx.Module):
 def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:
     layerdef, parameters = nnx.split(stack)
     return layerdef, parameters
+
+
+def _stack_of_cycles(
+    config: DecoderConfig, stack: str, rngs: nnx.Rngs, constrain: Constrain
+) -> DecoderLayer | LayerCycle:
+    """Returns the cycles of layers of a stack as one module; layers of one form are no cycles."""
+    cycle, size = cycle_of(config), num_stacked(config, stack)
+    if len(cycle) > 1:
+        make_cycle = partial(LayerCycle, config, stack, constrain=constrain)
+        return _stack_of(make_cycle, size, stack, rngs)
+    make_layer = partial(DecoderLayer, config, stack, cycle[0], constrain=constrain)
+    return _stack_of(make_layer, size, stack, rngs)
 
 
 def _stack_of(

@@ -132,6 +132,11 @@ class DecoderLayer(nnx.Module):
             x_MxLxD = features_last(x_MxLxD, self.constrain)
         return LayerOutput(x_MxLxD, sums, cache)
 
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """Itself: a layer of one form is its whole cycle."""
+        return [self]
+
     def keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> KeysValues:
         """Returns the keys and values of its attention, for itself and for layers without their
         own.

@@ -109,12 +109,11 @@ def through(
     sums of its experts, those of a cycle stacked.
     """
     module = nnx.merge(part.layerdef, element.parameters)
-    layers = module.layers if isinstance(module, LayerCycle) else [module]
     x_MxLxD = carried.x_MxLxD
     given: KeysByPlace = {}
     all_sums: list[RoutingSums] = []
     caches = list(carried.caches.places) if carried.caches else []
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(module.layers):
         beside = _beside(part, layer, place, element)
         rope = _rope(part.ropes, tokens, beside.is_local) if layer.has_rope else None
         # a layer without keys of its own reads those of this place, in the cycle before it

@@ -248,3 +248,14 @@ def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
     # keys on average.
     attention = 3 * 2 * 2 * 2 * 4 * 8 * LENGTH / 2
     assert model_flops_per_token(config.decoder) == 6 * matrices + attention
+
+
+@pytest.mark.parametrize("file", ["decoder", "layer", "walk"])
+def test_no_function_inside_of_another_closes_over_more_than_three_names(file: str) -> None:
+    """A reader of the way of a token keeps no more than that in mind."""
+    path = Path(layer.__file__).with_name(f"{file}.py")
+    inner = [compile(path.read_text(), path, "exec")]
+    for code in inner:  # which grows
+        inner += [const for const in code.co_consts if isinstance(const, CodeType)]
+    assert len(inner) > 10  # functions and methods too
+    assert {code.co_name: code.co_freevars for code in inner if len(code.co_freevars) > 3} == {}
