@@ -73,6 +73,19 @@ class Latents(AttentionForm):
             Parameter(f"{name}.out", ("embed",), ("heads", "v_dim"), kept="out_proj"),
         )
 
+    def names_in_maxtext(self) -> dict[str, str]:
+        """Returns MaxText's names."""
+        return {
+            "query": "query.kernel",
+            "query_down": "wq_a.kernel",
+            "query_down_norm.scale": "q_norm.scale",
+            "query_up": "wq_b.kernel",
+            "latent": "wkv_a.kernel",
+            "latent_norm.scale": "kv_norm.scale",
+            "latent_up": "wkv_b.kernel",
+            "out": "out.kernel",
+        }
+
     def axis_sizes(self, model: ModelKeys) -> dict[str, int]:
         """Returns the widths of latents, and of heads in parts."""
         return {

@@ -23,7 +23,7 @@ CONVOLUTION_TOKENS = 4
 class DeltaRule(AttentionForm):
     """The gated delta rule, with heads of its own."""
 
-    layer = "maxbatch.model.delta_net:GatedDeltaNet"
+    layer = "maxbatch.model.delta_rule:GatedDeltaNet"
     keys = (
         "inhomogeneous_layer_cycle_interval",
         "gdn_num_key_heads",

@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
         parts = []
         if self.num_dense:
             layerdef, parameters = _split(self.dense_layers)
-            parts.append(make(layerdef, Stacked(parameters), np.arange(self.num_dense)))
+            parts.append(make(layerdef, Stacked(parameters), in_cache=np.arange(self.num_dense)))
 
         runner, order = self.layer_runner, np.arange(self.num_stacked)
         if runner is not None:
@@ -247,7 +247,7 @@ class Decoder(nnx.Module):
         stacked = self._stacked(parameters, order)
         if inputs_NxMxLxP is not None:
             stacked = stacked._replace(inputs=inputs_NxMxLxP[: self.num_stacked])
-        most = make(layerdef, stacked, self.num_dense + order, runner=runner)
+        most = make(layerdef, stacked, in_cache=self.num_dense + order, runner=runner)
         if not self.shares_keys:
             return [*parts, most]
 
@@ -256,8 +256,10 @@ class Decoder(nnx.Module):
         if inputs_NxMxLxP is not None:
             stacked = stacked._replace(inputs=inputs_NxMxLxP[self.num_stacked :])
         last_with_keys = np.full(stacked.num_layers, self.num_stacked - 1)
-        last = make(layerdef, stacked, last_with_keys, keys="taken", sources=self.places_of_keys)
-        return [*parts, most._replace(keys="given", sources=self.places_of_keys), last]
+        last = make(layerdef, stacked, in_cache=last_with_keys)
+        sources = self.places_of_keys
+        most = most._replace(keys="given", sources=sources)
+        return [*parts, most, last._replace(keys="taken", sources=sources)]
 
     def _stacked(self, parameters: State, order: np.ndarray) -> Stacked:
         """Returns most layers, in an order of their numbers."""
@@ -308,7 +310,7 @@ class Decoder(nnx.Module):
 
     def _no_keys(self, shape: tuple[int, ...]) -> KeysByPlace:
         """Returns zeros in the form of the keys and values that layers share, for M rows of L
-        tokens.
+        tokens: those that a loop hands to its first cycle, which reads none.
         """
 
         def zeros(layer: DecoderLayer) -> KeysValues:

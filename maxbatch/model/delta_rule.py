@@ -1,5 +1,6 @@
-"""The gated delta rule, by which a state per head reads and writes like a memory of fixed size, and
-its convolution.
+"""A layer's gated delta rule in place of attention: projections, convolutions, the rule, a gated
+norm, a projection; and the rule itself, by which a state per head reads and writes like a memory of
+fixed size.
 
 Per token t of a document the state S, [k, v], first decays, then moves what it has stored under the
 key towards the value, and is read with the query:
@@ -9,14 +10,16 @@ key towards the value, and is read with the query:
 g <= 0 is the logarithm of the decay, b in [0, 1] the rate of writing. Reference: Yang et al. 2024,
 Gated Delta Networks (https://arxiv.org/abs/2412.06464), section 3; chunks as in their equations 8
 to 10 and Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule
-(https://arxiv.org/abs/2406.06484).
+(https://arxiv.org/abs/2406.06484). The layer is Gated DeltaNet's (section 3.4 of the first); its decay
+is Mamba 2's (Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
 
 In packed rows every document begins with an empty state. Another document of the row enters an
 output as a term of exactly 0, so its tokens change no bit of it; its length moves the borders of
 the chunks, and sums in another order.
 
-Shapes: M micro-batch, L length, C channels, W width of the convolution; K key heads, H value heads,
-each key head for H / K neighbours, k and v widths of a key and of a value; N chunks of c tokens.
+Shapes: M micro-batch, L length, D model, C channels, W width of the convolution; K key heads, H value
+heads, each key head for H / K neighbours, k and v widths of a key and of a value; N chunks of c
+tokens; while sampling, N layers, B rows, T new tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +28,180 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.combined import DecoderConfig
+from maxbatch.families.matrices import MATRICES
+from maxbatch.model.cache import NewTokens, Room, StateCache
+from maxbatch.model.norms import norm_of
+from maxbatch.model.parameters import add_parameters
+from maxbatch.model.products import features_last, product
+from maxbatch.model.rope import Rope
+from maxbatch.model.segments import Slots
+from maxbatch.parallel.remat import kept
+from maxbatch.parallel.sharding import Constrain
 
 # The tokens of a chunk in transformers, and by default in MaxText. Their number changes the order
 # of sums alone.
 CHUNK_TOKENS = 64
 _EPSILON = 1e-6  # under the root of a query's or key's length
+
+
+class _Projected(NamedTuple):
+    """The products of the stream."""
+
+    q_MxLxKxk: jax.Array
+    k_MxLxKxk: jax.Array
+    v_MxLxHxv: jax.Array
+    gate_MxLxHxv: jax.Array
+    log_decay_MxLxH: jax.Array  # float32, at most 0
+    rate_MxLxH: jax.Array  # float32, in [0, 1]
+
+
+class GatedDeltaNet(nnx.Module):
+    """The gated delta rule of a layer. It takes no rotary positions: the decay and the convolutions
+    tell them.
+    """
+
+    delta_query: nnx.Param[jax.Array]
+    delta_key: nnx.Param[jax.Array]
+    delta_value: nnx.Param[jax.Array]
+    delta_gate: nnx.Param[jax.Array]
+    delta_rate: nnx.Param[jax.Array]
+    delta_decay: nnx.Param[jax.Array]
+    convolved_query: nnx.Param[jax.Array]
+    convolved_key: nnx.Param[jax.Array]
+    convolved_value: nnx.Param[jax.Array]
+    decay_scale: nnx.Param[jax.Array]  # logarithms
+    decay_shift: nnx.Param[jax.Array]
+    delta_out: nnx.Param[jax.Array]
+
+    def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, name, rngs=rngs)
+        self.delta_norm = norm_of(config, f"{name}.delta_norm", adds_one=False)
+        self.constrain, self.quantization = constrain, config.quantization
+
+    def __call__(
+        self,
+        x_MxLxD: jax.Array,
+        tokens: Slots | NewTokens,
+        rope: Rope | None,
+        is_local: jax.Array | bool = False,
+    ) -> tuple[jax.Array, StateCache | None]:
+        """Returns the values that tokens read from their documents' states, projected, [M, L, D] in
+        x's dtype, and the cache with new tokens in it; see `Attention`.
+        """
+        del rope, is_local
+        projected = self._projected(x_MxLxD)
+        if isinstance(tokens, NewTokens):
+            read_MxLxHxv, cache = self._read_with_cache(projected, tokens)
+            return self._joined(read_MxLxHxv, projected.gate_MxLxHxv), cache
+        projected = self._whole(projected)
+        read_MxLxHxv = self._read(projected, tokens.segments_MxL)
+        joined_MxLxD = self._joined(read_MxLxHxv, projected.gate_MxLxHxv)
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept), None
+
+    def _read(self, projected: _Projected, segments_MxL: jax.Array) -> jax.Array:
+        """Returns the values that the tokens of whole rows read, [M, L, H, v]."""
+        q, k, v = (
+            jax.nn.silu(causal_convolution(x, kernel, segments_MxL))
+            for x, kernel in zip(projected[:3], self._kernels, strict=True)
+        )
+        read_MxLxHxv, _ = gated_delta_rule(
+            q, k, v, projected.log_decay_MxLxH, projected.rate_MxLxH, segments_MxL, CHUNK_TOKENS
+        )
+        return read_MxLxHxv
+
+    def _read_with_cache(
+        self, projected: _Projected, tokens: NewTokens
+    ) -> tuple[jax.Array, StateCache]:
+        """Returns the values that T more tokens of each row read, [B, T, H, v], and the cache with
+        these tokens.
+
+        Tokens at `cache.ends_B` and behind leave the states of their rows as they are.
+        """
+        positions_BxT, cache, layer = tokens
+        assert isinstance(cache, StateCache), "layers of the gated delta rule have states"
+        before = cache.layer(layer)
+        ones_BxT = jnp.ones(positions_BxT.shape, jnp.int32)
+        log_decay_BxTxH, rate_BxTxH = projected.log_decay_MxLxH, projected.rate_MxLxH
+        if cache.ends_B is not None:
+            is_read_BxTx1 = (positions_BxT < cache.ends_B[:, None])[..., None]
+            log_decay_BxTxH, rate_BxTxH = (
+                jnp.where(is_read_BxTx1, x, 0) for x in (log_decay_BxTxH, rate_BxTxH)
+            )
+        q, k, v = (
+            jax.nn.silu(causal_convolution(x, kernel, ones_BxT, last))
+            for x, kernel, last in zip(projected[:3], self._kernels, before.inputs, strict=True)
+        )
+        read_BxTxHxv, state_BxHxkxv = gated_delta_rule(
+            q, k, v, log_decay_BxTxH, rate_BxTxH, ones_BxT, CHUNK_TOKENS, before.states_NxBxHxkxv
+        )
+        cache = cache.write(layer, positions_BxT, state_BxHxkxv, projected[:3])
+        return read_BxTxHxv, cache
+
+    def empty_cache(self, room: Room, dtype: jnp.dtype, constrain: Constrain) -> StateCache:
+        """Returns an empty cache; the convolutions' inputs have the dtype, states are float32."""
+        del constrain
+        num_layers, num_rows = room.num_stacked, room.num_rows
+        (K, k, width), (H, v) = self.convolved_query.shape[-3:], self.delta_value.shape[-2:]
+        states = jnp.zeros((num_layers, num_rows, H, k, v), jnp.float32)
+        states = self.constrain(states, (None, "batch", "delta_heads", None, None))
+
+        def inputs(heads: str, *shape: int) -> jax.Array:
+            zeros = jnp.zeros((num_layers, num_rows, width - 1, *shape), dtype)
+            return self.constrain(zeros, (None, "batch", None, heads, None))
+
+        keys = inputs("delta_key_heads", K, k)
+        return StateCache(states, (keys, keys, inputs("delta_heads", H, v)), room.ends_B)
+
+    @property
+    def _kernels(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.convolved_query[...], self.convolved_key[...], self.convolved_value[...]
+
+    def _projected(self, x_MxLxD: jax.Array) -> _Projected:
+        def heads(name: str) -> jax.Array:
+            out = product(
+                x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dnh->mlnh", self.quantization
+            )
+            row = MATRICES[f"delta_{name}"]
+            return kept(self.constrain(out, ("batch", "length", *row.outputs)), row.kept)
+
+        def rates(name: str) -> jax.Array:
+            # Few outputs, which set how fast states forget: never in 8 bits.
+            out = product(
+                x_MxLxD, getattr(self, f"delta_{name}")[...], "mld,dn->mln", out_dtype=jnp.float32
+            )
+            row = MATRICES[f"delta_{name}"]
+            return kept(self.constrain(out, ("batch", "length", *row.outputs)), row.kept)
+
+        scale_H, shift_H = (
+            x[...].astype(jnp.float32)[None, None] for x in (self.decay_scale, self.decay_shift)
+        )
+        log_decay_MxLxH = -jnp.exp(scale_H) * jax.nn.softplus(rates("decay") + shift_H)
+        products = heads("query"), heads("key"), heads("value"), heads("gate")
+        return _Projected(*products, log_decay_MxLxH, jax.nn.sigmoid(rates("rate")))
+
+    def _whole(self, projected: _Projected) -> _Projected:
+        """Returns the products with whole rows on each device of a context axis: a state needs all
+        tokens before.
+        """
+        heads, rates = ("batch", None, "delta_heads", None), ("batch", None, "delta_heads")
+        keys = ("batch", None, "delta_key_heads", None)
+        return projected._replace(
+            q_MxLxKxk=self.constrain(projected.q_MxLxKxk, keys),
+            k_MxLxKxk=self.constrain(projected.k_MxLxKxk, keys),
+            v_MxLxHxv=self.constrain(projected.v_MxLxHxv, heads),
+            log_decay_MxLxH=self.constrain(projected.log_decay_MxLxH, rates),
+            rate_MxLxH=self.constrain(projected.rate_MxLxH, rates),
+        )
+
+    def _joined(self, read_MxLxHxv: jax.Array, gate_MxLxHxv: jax.Array) -> jax.Array:
+        gated = self.delta_norm(read_MxLxHxv) * jax.nn.silu(gate_MxLxHxv.astype(jnp.float32))
+        gated_MxLxHxv = self.constrain(
+            gated.astype(gate_MxLxHxv.dtype), ("batch", "length", *MATRICES["delta_value"].outputs)
+        )
+        return product(gated_MxLxHxv, self.delta_out[...], "mlnh,nhd->mld", self.quantization)
 
 
 def causal_convolution(

@@ -167,6 +167,7 @@ def loop(
     """
 
     def one(carried: Carried, element: Stacked) -> tuple[Carried, RoutingSums | None]:
+        # the keys of the cycle before it are those that it replaces, and no layer reads them
         return step(carried._replace(keys=None), tokens, element)
 
     return jax.lax.scan(one, carried, stacked)

@@ -33,40 +33,34 @@ class Named(NamedTuple):
 
     identifiers: str  # a pattern
     own: tuple[str, ...]  # the file of its facts and its family, and those that compute it
-    tables: tuple[str, ...]  # the tables with its rows
 
 
 FORMS = {
     "latents": Named(
         r"latent|kv_lora",
         ("families/deepseek.py", "model/latent_attention.py"),
-        (HUGGING_FACE, MAXTEXT),
     ),
     "delta rule": Named(
         r"DeltaRule|DELTA_RULE|delta_rule|DeltaNet|delta_net|delta rule|gdn_",
-        ("families/qwen3_next.py", "model/delta_net.py", "model/delta_rule.py"),
-        (HUGGING_FACE,),
+        ("families/qwen3_next.py", "model/delta_rule.py"),
     ),
     "chunks": Named(
         r"chunk_attn|attention_chunk|chunked_attention|Chunked|chunks_of_segments",
         ("families/llama4.py", "model/chunks.py"),
-        (HUGGING_FACE,),
     ),
     "layer inputs": Named(
         r"(?<!decoder_)layer_input|LayerInputs|LAYER_INPUTS",
         ("families/gemma4.py", "model/layer_inputs.py"),
-        (HUGGING_FACE,),
     ),
     "shared keys": Named(
         r"kv_shared|shared_keys|SharedKeys|SHARED_KEYS",
         ("families/gemma4.py", "families/parameter.py"),  # the latter names their stack
-        (HUGGING_FACE,),
     ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_named_in_its_own_files_and_in_the_tables_that_have_its_rows(form: str) -> None:
+def test_a_form_is_named_in_its_own_two_files_and_in_the_table_that_has_its_rows(form: str) -> None:
     named = FORMS[form]
     naming = {
         file
@@ -74,7 +68,7 @@ def test_a_form_is_named_in_its_own_files_and_in_the_tables_that_have_its_rows(f
         if not (file := path.relative_to(PACKAGE).as_posix()).startswith(APART)
         and re.search(named.identifiers, path.read_text())
     }
-    assert naming == {*named.own, *named.tables} and len(naming) <= 4
+    assert naming == {*named.own, HUGGING_FACE} and len(naming) == 3
 
 
 # Forms that a copy of the package lacks: the names of their rows in the tables, among them that of
@@ -139,7 +133,7 @@ def test_a_package_without_a_form_has_the_other_families(form: str, tmp_path: Pa
     package = tmp_path / "maxbatch"
     for file in named.own:
         (package / file).unlink()
-    for file in (FAMILY_TABLE, *named.tables):
+    for file in (FAMILY_TABLE, HUGGING_FACE, MAXTEXT):
         tree = Without(names | families).visit(ast.parse((package / file).read_text()))
         (package / file).write_text(ast.unparse(tree))
 
@@ -217,9 +211,10 @@ def test_a_family_states_names_and_forms() -> None:
     assert names < fields and all(map(is_form, fields - names))
 
 
-@pytest.mark.parametrize(
-    "room", ["model", "plan", "parallel", "update", "config", HUGGING_FACE_ROOM]
-)
+ROOMS = ("model", "plan", "parallel", "update", "run", "config", "kinds", "commands", "around/fit")
+
+
+@pytest.mark.parametrize("room", [*ROOMS, HUGGING_FACE_ROOM])
 def test_a_room_reads_a_familys_layers_through_its_forms_alone(room: str) -> None:
     names = NAMES | OF_CONFIG_JSON | OF_TENSORS if room == HUGGING_FACE_ROOM else NAMES
     reading = read_by(room)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
+from maxbatch.model import decoder
 from maxbatch.model.decoder import Decoder, DecoderLayer
 from maxbatch.model.flops import model_flops_per_token
 from tests.helpers.tiny import LENGTH, TINY_MODEL, loss_sums, some_rows, tiny_config
@@ -253,7 +256,7 @@ def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
 @pytest.mark.parametrize("file", ["decoder", "layer", "walk"])
 def test_no_function_inside_of_another_closes_over_more_than_three_names(file: str) -> None:
     """A reader of the way of a token keeps no more than that in mind."""
-    path = Path(layer.__file__).with_name(f"{file}.py")
+    path = Path(decoder.__file__).with_name(f"{file}.py")
     inner = [compile(path.read_text(), path, "exec")]
     for code in inner:  # which grows
         inner += [const for const in code.co_consts if isinstance(const, CodeType)]

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from maxbatch.families.matrices import active_model_size, active_size_of, model_size, parameters
-from maxbatch.model import delta_net
+from maxbatch.model import delta_rule
 from maxbatch.model.cache import StateCache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
@@ -60,7 +60,7 @@ PUBLISHED = (
 def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 4)
     decoder = Decoder(config_of(*TINY, "scan_layers=true").decoder, rngs=nnx.Rngs(params=0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
     # Prompts of other lengths, whose rows behind them go on from their last token.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_model
-from maxbatch.model import delta_net, scores
+from maxbatch.model import delta_rule, scores
 from maxbatch.model.experts import experts
 from maxbatch.run.pretraining import train
 from tests.helpers.tiny import (
@@ -210,7 +210,7 @@ def test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelera
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_of_other_forms_route_and_balance_alike_on_all_layouts(tmp_path, monkeypatch, form):
     monkeypatch.setattr(scores, "GROWTH_TOKENS", 4)
-    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 7)
     keys = (*FORMS[form], "steps=2", UNSAVED)
     expected = run(tmp_path / "whole", "", *keys, *IN_LOOP)
     for layout, more in LAYOUTS_OF[form].items():

@@ -22,7 +22,7 @@ from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.families.family import FAMILIES, MODEL_TYPES
-from maxbatch.model import delta_net, scores
+from maxbatch.model import delta_rule, scores
 from maxbatch.model.cache import Caches
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.mesh import make_mesh
@@ -52,7 +52,7 @@ def constants_of_short_texts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES["llama4"].fixed, "floor_scale", 5)
         patch.setattr(scores, "GROWTH_TOKENS", 5)
-        patch.setattr(delta_net, "CHUNK_TOKENS", 8)
+        patch.setattr(delta_rule, "CHUNK_TOKENS", 8)
         yield
 
 

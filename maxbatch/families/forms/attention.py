@@ -53,6 +53,12 @@ class AttentionForm(Form):
         """Returns the parameters of one layer's attention, whose paths begin with `name`."""
         raise NotImplementedError
 
+    def names_in_maxtext(self) -> dict[str, str]:
+        """Returns MaxText's names of its parameters within a layer's attention, by ours; none if
+        MaxText lacks it.
+        """
+        return {}
+
     def widths(self, model: ModelKeys, is_local: bool) -> tuple[int, int]:
         """Returns the width of a head's query and key, and the width of its value."""
         raise NotImplementedError
@@ -244,6 +250,15 @@ class GroupedAttention(AttentionForm):
         elif is_global and self.shares_kv_projections:
             absent = ("value", "value_bias")
         return tuple(row for row in rows if row.name.removeprefix(f"{name}.") not in absent)
+
+    def names_in_maxtext(self) -> dict[str, str]:
+        """Returns MaxText's names, which are ours with the part of a module."""
+        return {
+            **{name: f"{name}.kernel" for name in ("query", "key", "value", "out")},
+            **{f"{name}_bias": f"{name}.bias" for name in ("query", "key", "value", "out")},
+            **{f"{name}_norm.scale": f"{name}_norm.scale" for name in ("query", "key")},
+            "sinks": "sinks",
+        }
 
 
 GROUPED: AttentionForm = GroupedAttention()  # as most families have it

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.families.cycle import cycle_length
-from maxbatch.families.family import FAMILIES
+from maxbatch.families.family import DEFAULT_FAMILY, FAMILIES
 from maxbatch.families.matrices import (
     first_layer,
     norms_add_one,
@@ -38,30 +38,6 @@ LAYER_MATRICES = {
     "down": "wo",
 }
 _MLP_PARTS = ("gate", "up", "down")
-_ATTENTION = {
-    **{
-        f"attention.{part}": f"{name}.kernel"
-        for part, name in LAYER_MATRICES.items()
-        if part not in _MLP_PARTS
-    },
-    "attention.query_bias": "query.bias",
-    "attention.key_bias": "key.bias",
-    "attention.value_bias": "value.bias",
-    "attention.out_bias": "out.bias",
-    "attention.query_norm.scale": "query_norm.scale",
-    "attention.key_norm.scale": "key_norm.scale",
-    "attention.sinks": "sinks",
-}
-_LATENTS = {
-    "attention.query": "query.kernel",
-    "attention.query_down": "wq_a.kernel",
-    "attention.query_down_norm.scale": "q_norm.scale",
-    "attention.query_up": "wq_b.kernel",
-    "attention.latent": "wkv_a.kernel",
-    "attention.latent_norm.scale": "kv_norm.scale",
-    "attention.latent_up": "wkv_b.kernel",
-    "attention.out": "out.kernel",
-}
 _MLP = {part: f"{LAYER_MATRICES[part]}.kernel" for part in _MLP_PARTS}
 _EXPERTS = {
     "experts.router": "gate.kernel",
@@ -86,6 +62,12 @@ def _within(module: str, names: Mapping[str, str]) -> dict[str, str]:
     return {ours: f"{module}.{theirs}" for ours, theirs in names.items()}
 
 
+def _attention(module: str, decoder_block: str = DEFAULT_FAMILY) -> dict[str, str]:
+    """Returns the names of the parameters of a family's attention, which is `module` of a layer."""
+    names = FAMILIES[decoder_block].attention.names_in_maxtext()
+    return {f"attention.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
+
+
 def _mlp(ours: str, module: str) -> dict[str, str]:
     return {f"{ours}.{part}": f"{module}.{name}" for part, name in _MLP.items()}
 
@@ -100,7 +82,7 @@ def _layer(
     """Returns the names of a layer's parameters, by ours, from the names of its modules."""
     return {
         **norms,
-        **_within(attention, _ATTENTION),
+        **_attention(attention),
         **_mlp("mlp", mlp),
         **_within(experts, _EXPERTS),
     }
@@ -124,7 +106,7 @@ class MaxTextFamily(NamedTuple):
 _LLAMA = MaxTextFamily(_layer(norms=_LLAMA_NORMS), scales_query=True)
 _DEEPSEEK_LAYER = {
     **_LLAMA_NORMS,
-    **_within("self_attention", _LATENTS),
+    **_attention("self_attention", "deepseek"),
     **_within("DeepSeekMoeBlock_0.MoeBlock_0", _EXPERTS),
     **_mlp("shared_experts", "DeepSeekMoeBlock_0.shared_experts"),
 }
@@ -167,7 +149,11 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
     ),
     "deepseek": MaxTextFamily(
         _DEEPSEEK_LAYER,
-        dense={**_LLAMA_NORMS, **_within("self_attention", _LATENTS), **_mlp("mlp", "mlp")},
+        dense={
+            **_LLAMA_NORMS,
+            **_attention("self_attention", "deepseek"),
+            **_mlp("mlp", "mlp"),
+        },
     ),
 }
 _OUTSIDE = {
