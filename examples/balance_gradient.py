@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import maxbatch
-from maxbatch.model.experts.routing import RoutingSums, Slots, choose, slot_hashes, within_rows
+from maxbatch.model.experts.routing import RoutingSums, choose, routed_slots, within_rows
 from maxbatch.update.balance import Balance, Scale
 
 ROWS, LENGTH, WIDTH, NUM_EXPERTS, CHOICES = 16, 64, 32, 8, 2
@@ -160,7 +160,7 @@ def ours(case: Case, scope: str) -> Gradient:
         segments_BxL = (part[:, None] & (jnp.arange(LENGTH) < case.lengths_B[:, None])).astype(
             jnp.int32
         )
-        slots = Slots(segments_BxL, slot_hashes(segments_BxL, segments_BxL))
+        slots = routed_slots(segments_BxL, segments_BxL)
         logits_BxLxE = case.x_BxLxD @ w_DxE
         routes, scores_BxLxE = choose(keys, logits_BxLxE, None)
         _, sums = within_rows(keys, routes, scores_BxLxE, logits_BxLxE, slots, 0)

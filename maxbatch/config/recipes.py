@@ -113,6 +113,12 @@ def slots_per_sample(config: Keyed) -> int:
     return int(config["max_target_length"]) * Recipe.of(config).rows_per_sample
 
 
+def slots_per_row(config: Keyed) -> int:
+    """Returns the token slots of a row of an update: a sample's, unless samples share rows."""
+    shares = config["max_tokens_per_pass"] is not None
+    return int(config["max_target_length"]) if shares else slots_per_sample(config)
+
+
 @functools.cache
 def _named(name: str) -> Recipe:
     """Loads a recipe on demand: kinds stand above this room."""

@@ -327,14 +327,12 @@ def check_rules(config: AllKeys) -> None:
 def _check_budget(config: AllKeys, budget: int) -> None:
     """Raises ConfigError for values beside `max_tokens_per_pass` that exclude it."""
     recipe, length = Recipe.of(config), config.max_target_length
-    reasons = {
-        "enable_rampup_batch_size=true, which counts rows of a device (batch_size_schedule ramps a "
-        "batch of samples)": config.enable_rampup_batch_size,
-        f"num_experts={config.num_experts}, whose terms count rows": _has_experts(config),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise config.fault(_BUDGET, f"null beside {reason}", "null")
+    if config.enable_rampup_batch_size:
+        rule = (
+            "null beside enable_rampup_batch_size=true, which counts rows of a device "
+            "(batch_size_schedule ramps a batch of samples)"
+        )
+        raise config.fault(_BUDGET, rule, "null")
     if budget < length:
         raise config.fault(_BUDGET, f"at least max_target_length={length}, a row", length)
 

@@ -32,7 +32,7 @@ from maxbatch.families.matrices import num_layers, num_stacked
 from maxbatch.families.parameter import DENSE_LAYERS, LAST_LAYERS, LAYERS
 from maxbatch.model.attention import Attention, KeysValues
 from maxbatch.model.cache import Caches, Room
-from maxbatch.model.experts.routing import RoutingSums, slot_hashes
+from maxbatch.model.experts.routing import RoutingSums, routed_slots
 from maxbatch.model.layer import STREAM, DecoderLayer, LayerCycle
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import Later, add_parameters, drawn
@@ -161,18 +161,29 @@ class Decoder(nnx.Module):
         """
         return self.logits(self.hidden(tokens_MxL, segments_MxL).x_MxLxD)
 
-    def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> Hidden:
+    def hidden(
+        self,
+        tokens_MxL: jax.Array,
+        segments_MxL: jax.Array,
+        begins_MxL: jax.Array | None = None,
+    ) -> Hidden:
         """Returns the stream after the final norm, and the routing sums of all layers.
 
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
+
+        Args:
+          begins_MxL: int32, where samples share rows: 1 + the token that pads a sample's own row at
+            its first token, else 0. Experts count within a sample then. None: a row is a sample.
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
-        hashes = slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None
+        slots = Slots(segments_MxL)
+        if self.has_experts:
+            slots = routed_slots(tokens_MxL, segments_MxL, begins_MxL)
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
 
         carried, sums = Carried(x_MxLxD), None
         for part in self._parts(ropes, self._inputs(tokens_MxL, x_MxLxD)):
-            carried, sums_of_part = self._run(part, carried, Slots(segments_MxL, hashes))
+            carried, sums_of_part = self._run(part, carried, slots)
             sums = sums_of_part if sums is None else sums  # one part has experts
         return Hidden(self.final_norm(carried.x_MxLxD), self._by_layer(sums))
 

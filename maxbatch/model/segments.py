@@ -17,6 +17,10 @@ class Slots(NamedTuple):
     segments_MxL: jax.Array  # int32: the document of each token, 0 for padding
     # uint32: of the row and the place in it; None in a model without experts
     hashes_MxL: jax.Array | None = None
+    # int32: the first and the last slot of each token's sample, in a model with experts whose
+    # samples share rows; None: a row is a sample
+    first_MxL: jax.Array | None = None
+    last_MxL: jax.Array | None = None
 
 
 def places_in_segments(segments_MxL: jax.Array) -> jax.Array:

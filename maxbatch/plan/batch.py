@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config, as_plan
+from maxbatch.config.recipes import slots_per_row
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
@@ -260,10 +261,10 @@ class BatchPlan:
             ),
             rl=rl,
             experts=ExpertGroups.if_any(
-                config.model, meshes.training, micro // pipeline_parts, slots
+                config.model, meshes.training, micro // pipeline_parts, slots_per_row(config)
             ),
             long_rows=LongRows.if_any(
-                config.model, meshes.training, micro // pipeline_parts, slots
+                config.model, meshes.training, micro // pipeline_parts, slots_per_row(config)
             ),
             sample=config.recipe.unit,
             decays=tuple(

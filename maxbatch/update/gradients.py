@@ -75,7 +75,8 @@ class Objective(NamedTuple):
 
 
 def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
-    x_MxLxD, routing = decoder.hidden(rows.tokens, rows.segments)
+    begins_MxL = getattr(rows, "begins", None)
+    x_MxLxD, routing = decoder.hidden(rows.tokens, rows.segments, begins_MxL)
     loss, weight = loss_sums_of(
         decoder, x_MxLxD, rows.tokens, rows.weights, batch_shards=batch_shards
     )

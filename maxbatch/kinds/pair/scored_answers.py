@@ -15,7 +15,7 @@ from maxbatch.data.feed.placement import Batch, TokenRows
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums
 from maxbatch.model.loss import token_logprobs_of
-from maxbatch.update.packed_rows import sums_of_samples
+from maxbatch.update.packed_rows import sums_by_number, sums_of_samples
 
 
 class ScoredAnswers(NamedTuple):
@@ -50,7 +50,7 @@ def score_answers(
     axis have all of them.
     """
     if rows.numbers is not None:
-        x, routing = decoder.hidden(rows.tokens, rows.segments)
+        x, routing = decoder.hidden(rows.tokens, rows.segments, rows.begins)
         scores = token_logprobs_of(decoder, x, rows.tokens, batch_shards=batch_shards)
         summed = (
             sums_of_samples(of_tokens, rows.numbers, num_answers)
@@ -92,9 +92,12 @@ def reference_of(rows: Batch, num_answers: int) -> jax.Array:
     return jnp.sum(_by_answer(rows.reference, num_answers), axis=1).reshape(-1, num_answers)
 
 
-def weigh_answers(rows: TokenRows, num_answers: int) -> jax.Array:
-    """Returns the number of samples whose answers all have tokens."""
-    tokens_MxK = jnp.sum(_by_answer(rows.weights, num_answers), axis=1).reshape(-1, num_answers)
+def weigh_answers(rows: Batch, num_answers: int) -> jax.Array:
+    """Returns the number of samples of a pass whose answers all have tokens."""
+    if rows.numbers is not None:
+        tokens_MxK = sums_by_number(rows.weights, rows.numbers, rows.weights.size, num_answers)
+    else:
+        tokens_MxK = jnp.sum(_by_answer(rows.weights, num_answers), axis=1).reshape(-1, num_answers)
     return jnp.sum(ScoredAnswers(tokens_MxK, tokens_MxK).weights_M)
 
 

@@ -22,8 +22,8 @@ from maxbatch.config.sections import RLConfig
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs_of
+from maxbatch.model.packed_samples import PackedSamples
 from maxbatch.update.gradients import Objective, ObjectiveSums
-from maxbatch.update.packed_rows import PackedSamples
 
 
 class Pairs(NamedTuple):
@@ -182,7 +182,7 @@ def policy_objective(config: RLConfig) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows of `Pairs`."""
 
     def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> ObjectiveSums:
-        x_MxLxD, routing = decoder.hidden(pairs.tokens, pairs.segments)
+        x_MxLxD, routing = decoder.hidden(pairs.tokens, pairs.segments, pairs.begins)
         scores = token_logprobs_of(decoder, x_MxLxD, pairs.tokens, batch_shards=batch_shards)
         loss, weight, others = pair_losses(scores.logprobs_MxL, pairs, config)
         entropy = jnp.sum(jax.lax.stop_gradient(scores.entropies_MxL) * pairs.weights)

@@ -1,7 +1,8 @@
 """Routing: which experts a token goes to, with which weights, and the sums that balance is computed
 from.
 
-Where a token goes is a function of the token alone, in float32. A capacity is counted within a row.
+Where a token goes is a function of the token alone, in float32. A capacity is counted within a
+sample: a row, or a part of one where samples share rows.
 
 Shapes: M micro-batch, L length, E experts, k experts of a token, N layers.
 """
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.config.sections import ModelConfig
+from maxbatch.model.packed_samples import PackedSamples, sums_in_samples
 from maxbatch.model.segments import Slots
-from maxbatch.system.hashing import carry, limb_sums, mixed, row_hashes
+from maxbatch.system.hashing import carry, halves_of, limb_sums, mixed, row_hashes
 
 _LAYER, _EXPERT = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
 _LANES = np.uint32(0x2545F491), np.uint32(0x8F1BBCDC)
@@ -36,10 +38,10 @@ class RoutingSums(NamedTuple):
     counts_E: jax.Array  # int32: choices of each expert
     # float32: of each expert's score, the scores of a token divided by their sum
     scores_E: jax.Array
-    sequence: jax.Array  # float32: of E sum(f P) of each row, times its tokens
+    sequence: jax.Array  # float32: of E sum(f P) of each sample, times its tokens
     squares: jax.Array  # float32: of the squared log-sum-exp of the router's logits
     dropped: jax.Array  # int32: choices beyond the capacity of an expert
-    # uint32: of the hashes of row, place, layer and chosen expert, modulo 2^64, in 16-bit limbs
+    # uint32: of the hashes of sample, place, layer and chosen expert, modulo 2^64, in 16-bit limbs
     limbs_4: jax.Array
 
     def plus(self, other: RoutingSums) -> RoutingSums:
@@ -75,11 +77,30 @@ def carried(limbs_x4: jax.Array) -> jax.Array:
     return jnp.moveaxis(carry(jnp, jnp.moveaxis(limbs_x4, -1, 0)), 0, -1)
 
 
-def slot_hashes(tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-    """Returns a hash of each slot, from the content of its row and its place: uint32[M, L]."""
-    hashes_Mx2 = row_hashes(jnp, tokens_MxL, segments_MxL, jnp.zeros(tokens_MxL.shape, jnp.float32))
-    places_1xL = jnp.arange(tokens_MxL.shape[1], dtype=jnp.uint32)[None]
-    return mixed(mixed(places_1xL + hashes_Mx2[:, :1]) ^ hashes_Mx2[:, 1:])
+def routed_slots(
+    tokens_MxL: jax.Array, segments_MxL: jax.Array, begins_MxL: jax.Array | None = None
+) -> Slots:
+    """Returns the slots of rows as layers with experts see them.
+
+    Each is hashed from the content of its sample, as a row of its own, and from its place there.
+
+    Args:
+      begins_MxL: as `Decoder.hidden` takes it.
+    """
+    weights_MxL = jnp.zeros(tokens_MxL.shape, jnp.float32)  # whatever is trained on
+    if begins_MxL is None:
+        hashes_Mx2 = row_hashes(jnp, tokens_MxL, segments_MxL, weights_MxL)
+        places_1xL = jnp.arange(tokens_MxL.shape[1], dtype=jnp.uint32)[None]
+        return Slots(segments_MxL, _of_place(places_1xL, hashes_Mx2[:, :1], hashes_Mx2[:, 1:]))
+    samples = PackedSamples.of(segments_MxL, begins_MxL)
+    low_MxL, high_MxL = halves_of(*samples.row_lanes(tokens_MxL, weights_MxL))
+    hashes_MxL = _of_place(samples.places_MxL.astype(jnp.uint32), low_MxL, high_MxL)
+    return Slots(segments_MxL, hashes_MxL, samples.first_MxL, samples.last_MxL)
+
+
+def _of_place(places: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns the hash of a place in a row, from the two halves of the row's hash."""
+    return mixed(mixed(places + low) ^ high)
 
 
 def choose(
@@ -139,36 +160,42 @@ def within_rows(
     layer: jax.Array | int,
 ) -> tuple[Routes, RoutingSums]:
     """Returns the routes of real tokens, within the capacity if there is one, and the sums over the
-    rows.
+    samples of the rows.
 
     Padding goes to no expert, and so do choices beyond the capacity, whose share of the output is
     lost.
     """
     num_experts, experts_MxLxk = config.num_experts, routes.experts_MxLxk
     real_MxL = slots.segments_MxL != 0
-    tokens_M = jnp.sum(real_MxL, axis=1, dtype=jnp.int32)
 
     is_chosen_MxLxkxE = (
         experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]
     ) & real_MxL[..., None, None]
-    counts_MxE = jnp.sum(is_chosen_MxLxkxE, axis=(1, 2), dtype=jnp.int32)
-    scores_MxE = jnp.sum(jnp.where(real_MxL[..., None], scores_MxLxE, 0.0), axis=1)
-    # E sum(f P) of a row, times its tokens: f = counts / (k x tokens), P = scores / tokens.
-    share_M = num_experts / (
-        config.num_experts_per_tok * jnp.maximum(tokens_M, 1).astype(jnp.float32)
+    counts_MxLxE = jnp.sum(is_chosen_MxLxkxE, axis=2, dtype=jnp.int32)
+    scores_MxLxE = jnp.where(real_MxL[..., None], scores_MxLxE, 0.0)
+    scores_MxE = jnp.sum(scores_MxLxE, axis=1)
+    if slots.first_MxL is None or slots.last_MxL is None:
+        samples = _Samples.of_rows(real_MxL, counts_MxLxE, scores_MxE)
+    else:
+        samples = _Samples.of_parts(slots.first_MxL, slots.last_MxL, counts_MxLxE, scores_MxLxE)
+    # E sum(f P) of a sample, times its tokens: f = counts / (k x tokens), P = scores / tokens.
+    share_MxS = num_experts / (
+        config.num_experts_per_tok * jnp.maximum(samples.tokens_MxS, 1).astype(jnp.float32)
     )
-    even_M = share_M * jnp.sum(counts_MxE.astype(jnp.float32) * scores_MxE, axis=1)
+    even_MxS = share_MxS * jnp.sum(
+        samples.counts_MxSxE.astype(jnp.float32) * samples.scores_MxSxE, axis=2
+    )
     squares_MxL = jnp.square(jax.nn.logsumexp(logits_MxLxE, axis=-1))
 
     goes_MxLxk = jnp.broadcast_to(real_MxL[..., None], experts_MxLxk.shape)
     if config.capacity_factor > 0:
-        goes_MxLxk &= _fits(config, is_chosen_MxLxkxE, tokens_M)
+        goes_MxLxk &= _fits(config, experts_MxLxk, is_chosen_MxLxkxE, samples)
     num_dropped = jnp.sum(real_MxL[..., None] & ~goes_MxLxk, dtype=jnp.int32)
 
     sums = RoutingSums(
-        jnp.sum(counts_MxE, axis=0, dtype=jnp.int32),
+        jnp.sum(counts_MxLxE, axis=(0, 1), dtype=jnp.int32),
         jnp.sum(scores_MxE, axis=0),
-        jnp.sum(even_M),
+        jnp.sum(even_MxS),
         jnp.sum(jnp.where(real_MxL, squares_MxL, 0.0)),
         num_dropped,
         _fingerprint(slots, experts_MxLxk, layer),
@@ -176,8 +203,44 @@ def within_rows(
     return Routes(jnp.where(goes_MxLxk, experts_MxLxk, num_experts), routes.weights_MxLxk), sums
 
 
-def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array) -> jax.Array:
-    """Returns whether each choice is within the capacity of its expert; earlier tokens of a row
+class _Samples(NamedTuple):
+    """Figures of the samples of rows: of the row that is a sample (S = 1), or at each slot those of
+    its own sample (S = L).
+
+    Scores are so split over the slots that their sum over S is the row's.
+    """
+
+    tokens_MxS: jax.Array  # int32
+    counts_MxSxE: jax.Array  # int32: choices of each expert
+    scores_MxSxE: jax.Array  # float32, of the sample's tokens, or of the slot's token alone
+    before_MxSxE: jax.Array  # int32: choices of each expert before the sample in its row
+
+    @classmethod
+    def of_rows(
+        cls, real_MxL: jax.Array, counts_MxLxE: jax.Array, scores_MxE: jax.Array
+    ) -> _Samples:
+        counts_MxSxE = jnp.sum(counts_MxLxE, axis=1, keepdims=True, dtype=jnp.int32)
+        tokens_MxS = jnp.sum(real_MxL, axis=1, keepdims=True, dtype=jnp.int32)
+        return cls(tokens_MxS, counts_MxSxE, scores_MxE[:, None], jnp.zeros_like(counts_MxSxE))
+
+    @classmethod
+    def of_parts(
+        cls,
+        first_MxL: jax.Array,
+        last_MxL: jax.Array,
+        counts_MxLxE: jax.Array,
+        scores_MxLxE: jax.Array,
+    ) -> _Samples:
+        counts_MxSxE = sums_in_samples(counts_MxLxE, first_MxL, last_MxL)
+        before_MxLxE = jnp.cumsum(counts_MxLxE, axis=1, dtype=jnp.int32) - counts_MxLxE
+        before_MxSxE = jnp.take_along_axis(before_MxLxE, first_MxL[..., None], axis=1)
+        return cls(last_MxL - first_MxL + 1, counts_MxSxE, scores_MxLxE, before_MxSxE)
+
+
+def _fits(
+    config: ModelConfig, experts_MxLxk: jax.Array, is_chosen_MxLxkxE: jax.Array, samples: _Samples
+) -> jax.Array:
+    """Returns whether each choice is within the capacity of its expert; earlier tokens of a sample
     come first.
     """
     rows, length, k, num_experts = is_chosen_MxLxkxE.shape
@@ -190,15 +253,17 @@ def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array
         ],
         np.int32,
     )
-    # The place of each choice among those of its expert in the row, from 1.
+    # The place of each choice among those of its expert in the row, from 1, and in its sample.
     in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
     places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)
-    fits: jax.Array = places <= jnp.asarray(capacities)[tokens_M][:, None, None]
+    before_MxLxE = jnp.broadcast_to(samples.before_MxSxE, (rows, length, num_experts))
+    places -= jnp.take_along_axis(before_MxLxE, experts_MxLxk, axis=2)
+    fits: jax.Array = places <= jnp.asarray(capacities)[samples.tokens_MxS][..., None]
     return fits
 
 
 def _fingerprint(slots: Slots, experts_MxLxk: jax.Array, layer: jax.Array | int) -> jax.Array:
-    """Returns the sum of the hashes of row, place, layer and chosen expert over the real tokens:
+    """Returns the sum of the hashes of sample, place, layer and chosen expert over the real tokens:
     uint32[4].
     """
     assert slots.hashes_MxL is not None, "the rows are hashed where there are experts"

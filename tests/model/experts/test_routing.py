@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxbatch.data.feed.passes import Passes, packed
 from maxbatch.model.experts.experts import Experts
-from maxbatch.model.experts.routing import choose, slot_hashes
+from maxbatch.model.experts.routing import choose, routed_slots
 from maxbatch.model.segments import Slots
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.configs import config_of
@@ -37,7 +38,7 @@ def slots() -> Slots:
     """Rows of 12, 7 and 0 real tokens."""
     tokens = jnp.arange(ROWS * LENGTH, dtype=jnp.int32).reshape(ROWS, LENGTH)
     segments = (jnp.arange(LENGTH)[None] < jnp.asarray([12, 7, 0])[:, None]).astype(jnp.int32)
-    return Slots(segments, slot_hashes(tokens, segments))
+    return routed_slots(tokens, segments)
 
 
 def looped(
@@ -114,7 +115,7 @@ def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(
     experts = experts_of("norm_topk_prob=true", "capacity_factor=0.5")
     run = nnx.jit(lambda m, x, slots: m(x, slots, 0, x))
     together, sums = run(experts, x, slots)
-    alone, _ = run(experts, x[:1], Slots(*(array[:1] for array in slots)))
+    alone, _ = run(experts, x[:1], jax.tree.map(lambda array: array[:1], slots))
     np.testing.assert_allclose(together[:1], alone, atol=1e-6)
     # 0.5 x 12 x 2 / 5 and 0.5 x 7 x 2 / 5, rounded up, for each of five experts
     assert int(sums.dropped) >= CHOICES * 12 - 3 * 5 + CHOICES * 7 - 2 * 5
@@ -123,6 +124,42 @@ def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(
     assert int(sums.dropped) == 0
     # the first token of a row loses nothing
     np.testing.assert_allclose(together[0, 0], unbound[0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [(), ("capacity_factor=0.5",)])
+def test_samples_that_share_rows_are_routed_as_in_rows_of_their_own(keys):
+    """Their capacity, balance and routes are those of samples, wherever they lie."""
+    experts = experts_of("norm_topk_prob=true", *keys)
+    lengths = np.array([5, 12, 3, 7, 0, 4, 2])
+    is_token = np.arange(LENGTH) < lengths[:, None]
+    numbers = np.arange(is_token.size, dtype=np.int32).reshape(is_token.shape)
+    # documents of two tokens, rows padded by token 7
+    places = np.arange(LENGTH, dtype=np.int32)
+    samples = {
+        "tokens": np.where(is_token, numbers, 7),
+        "segments": np.where(is_token, 1 + places // 2, 0),
+        "weights": np.zeros(is_token.shape, np.float32),
+        "x": np.where(is_token, numbers, 0),
+    }
+    rows = packed(samples, Passes.of(lengths, LENGTH, 2))
+    table = jax.random.normal(jax.random.key(1), (is_token.size, WIDTH))
+
+    def routed(arrays, begins=None):
+        slots = routed_slots(*(jnp.asarray(arrays[n]) for n in ("tokens", "segments")), begins)
+        x = table[arrays["x"]]
+        y, sums = nnx.jit(lambda m, x, slots: m(x, slots, 0, x))(experts, x, slots)
+        of_token = np.zeros((is_token.size, WIDTH))
+        is_real = arrays["segments"] != 0
+        of_token[arrays["x"][is_real]] = np.asarray(y)[is_real]
+        return of_token, jax.tree.map(np.asarray, sums)
+
+    (alone, wanted), (shared, found) = routed(samples), routed(rows, jnp.asarray(rows["begins"]))
+    assert len(rows["tokens"]) == 3 and (wanted.dropped > 0) == bool(keys)
+    np.testing.assert_allclose(shared, alone, atol=1e-6)
+    for name in ("counts_E", "dropped", "limbs_4"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
+    for name in ("scores_E", "sequence", "squares"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-5)
 
 
 def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):
@@ -135,7 +172,7 @@ def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):
     ]
     found = run(experts, x, slots, 0)
     assert all((found != other).any() for other in others)
-    swapped = Slots(*(array[::-1] for array in slots))
+    swapped = jax.tree.map(lambda array: array[::-1], slots)
     np.testing.assert_array_equal(run(experts, x[::-1], swapped, 0), found)  # rows may lie anywhere
 
 
