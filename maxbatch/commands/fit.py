@@ -1,4 +1,5 @@
-"""`maxbatch fit`: the largest `per_device_batch_size` that fits, found by compiling."""
+"""`maxbatch fit`: the largest `per_device_batch_size` or `max_tokens_per_pass` that fits, found by
+compiling."""
 
 from __future__ import annotations
 
@@ -59,9 +60,6 @@ def run(args: argparse.Namespace) -> int:
     interrupted, and waiting for them would take minutes.
     """
     config, target = config_and_target(args)
-    if config.max_tokens_per_pass is not None:
-        rule = "null for fit, which finds rows of a sample each (per_device_batch_size)"
-        raise config.fault("max_tokens_per_pass", rule, "null")
     smaller = smaller_targets(args, target)
     if args.write:
         _check_writable(Path(args.write))
@@ -212,10 +210,10 @@ def _nothing_fits(ways: Sequence[Way], target: Target) -> TrainingError:
 def _too_large(ways: Sequence[Way], target: Target) -> str:
     """Returns the message that not even the smallest micro-batch fits."""
     last = ways[-1]
-    smallest = last.sizes.per_device(last.sizes.rows[0])
+    ((key, smallest),) = last.sizes.stated(last.sizes.rows[0]).items()
     more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
     return (
-        f"not even per_device_batch_size={smallest} fits {target.name}: {_least(ways).wants}; try "
+        f"not even {key}={value_text(smallest)} fits {target.name}: {_least(ways).wants}; try "
         f"{more}a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
     )
 

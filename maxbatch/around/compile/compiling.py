@@ -29,7 +29,9 @@ class Compiled(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The shape of an update's batch, and its samples; the other slots are padding."""
+    """The shape of an update's batch, and its samples; the other rows are padding. Where samples
+    share rows, rows are counted as if all of them were full.
+    """
 
     shape: BatchShape
     samples: int
@@ -58,9 +60,13 @@ def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Progra
     expansion = max(1, int(expansion_factor(config.plan, target.num_hosts)))
     programs = programs_of(config, target, plan.mesh, expansion)
     stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
-    return programs, [
-        Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)
-    ]
+
+    def samples(shape: BatchShape) -> int:
+        if plan.is_packed:
+            return shape.micro_batch * shape.max_micro_batches
+        return largest_batch(shape.micro_batch, stages)
+
+    return programs, [Update(shape, samples(shape)) for shape in plan_shapes(stages)]
 
 
 def compiled(
@@ -79,7 +85,7 @@ def compiled(
       name: the program's name, for `program_options`; an update needs none.
     """
     from maxbatch.around.compile.modelled import Modelled, has_clock, model_time
-    from maxbatch.config.recipes import slots_per_sample
+    from maxbatch.config.recipes import slots_per_row
     from maxbatch.run.compile.flags import program_options
     from maxbatch.run.compile.memory import compile_for
 
@@ -92,7 +98,7 @@ def compiled(
         if hlo:
             write_atomically(hlo, text)
         if has_clock(target):
-            slots, peak = slots_per_sample(config), config.peak_tflops_per_device
+            slots, peak = slots_per_row(config), config.peak_tflops_per_device
             modelled = model_time(text, target, config.decoder, slots, peak, shape)
     return Compiled(verdict, executable, modelled)
 

@@ -61,7 +61,7 @@ def model_time(
     """Returns the modelled figures of a program.
 
     Args:
-      slots: token slots of a sample.
+      slots: token slots of a row.
       peak_tflops: per device, `peak_tflops_per_device`; None: the chip's, of the type of the
         layers' products.
       shape: the batch of an update; None for another program.

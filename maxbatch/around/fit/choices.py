@@ -35,13 +35,16 @@ class Sizes:
     `per_device_batch_size` grows by one sample per device. It grows by less if the batch has fewer
     shards than there are devices (tensor, context and pipeline axes share their rows), and by the
     ramp's increment in a ramp. If the global batch is stated, only the micro-batches that divide it
-    count.
+    count. Where samples share rows (`max_tokens_per_pass`), a micro-batch is a pass of whole rows
+    per device, up to a row a sample of the largest batch.
     """
 
     num_devices: int
     rows: Sequence[int]  # of each micro-batch, the smallest first
     global_batch: int | None  # as stated
     accumulation: int  # micro-batches per update if the global batch is not stated
+    row_length: int | None = None  # of rows that samples share; None: a row a sample
+    rows_per_sample: int = 1  # that a sample has on its own, where they do
 
     @classmethod
     def of(cls, config: Config, plan: BatchPlan) -> Sizes:
@@ -53,8 +56,9 @@ class Sizes:
         sizes = cls._of(config, plan)
         if not sizes.rows:
             unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows
+            key = "max_tokens_per_pass" if plan.is_packed else "per_device_batch_size"
             raise ConfigError(
-                f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch "
+                f"{key}={config[key]}: the smallest micro-batch "
                 f"on {plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps "
                 f"more), and fit tries at most {_MOST_ROWS * plan.mesh.sizes['data']:,}; works: a "
                 "larger data axis (ici_data_parallelism), or a smaller unit "
@@ -71,6 +75,8 @@ class Sizes:
             start, step = (int(exact(config[key]) * n) for key in keys)
             return cls(n, range(start + step, most + 1, step), None, accumulation)
         unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows
+        if plan.is_packed:
+            return cls._of_budgets(config, plan, unit, most)
         multiples = range(unit, most + 1, unit)
         if config.gradient_accumulation_steps is not None:
             return cls(n, multiples, None, accumulation)
@@ -87,15 +93,35 @@ class Sizes:
         ]
         return cls(n, fits, batch, accumulation)
 
-    def shape(self, rows: int) -> BatchShape:
-        """Returns the shape of the batch whose micro-batches have that many rows."""
-        return BatchShape(
-            rows, -(-self.global_batch // rows) if self.global_batch else self.accumulation
+    @classmethod
+    def _of_budgets(cls, config: Config, plan: BatchPlan, unit: int, most: int) -> Sizes:
+        """Returns the sizes of passes whose samples share rows; one program runs all stages."""
+        n, per_sample = plan.num_devices, config.recipe.rows_per_sample
+        batch = max(stage.batch for stage in plan.manager.split_stages)
+        largest = -(-per_sample * batch // unit) * unit
+        per_device = range(1, -(-min(largest, most) // n) + 1)
+        held = {min(largest, rows * n // unit * unit) for rows in per_device}
+        return cls(
+            n,
+            sorted(rows for rows in held if per_sample <= rows <= most and rows),
+            batch,
+            1,
+            config.max_target_length,
+            per_sample,
         )
 
-    def per_device(self, rows: int) -> int | float | Fraction:
-        """Returns the `per_device_batch_size` of a micro-batch."""
-        return plain_number(Fraction(rows, self.num_devices))
+    def shape(self, rows: int) -> BatchShape:
+        """Returns the shape of the batch whose micro-batches have that many rows."""
+        samples = rows // self.rows_per_sample  # of a pass, if each has rows of its own
+        return BatchShape(
+            rows, -(-self.global_batch // samples) if self.global_batch else self.accumulation
+        )
+
+    def stated(self, rows: int) -> dict[str, Value]:
+        """Returns the key that states a micro-batch, and its value."""
+        if self.row_length is not None:
+            return {"max_tokens_per_pass": -(-rows // self.num_devices) * self.row_length}
+        return {"per_device_batch_size": plain_number(Fraction(rows, self.num_devices))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +145,7 @@ class Choice:
     remat_policy: str
     mesh: MeshShape
     shape: BatchShape
-    per_device_batch_size: int | float | Fraction
+    stated: dict[str, Value]  # `per_device_batch_size`, or `max_tokens_per_pass`
     verdict: Verdict
     next_verdict: Verdict | None  # on the next larger micro-batch; None if there is no larger one
     parts: Parts
@@ -127,8 +153,10 @@ class Choice:
     global_batch: int  # samples per update, without padding
 
     @property
-    def padded_share(self) -> float:
-        """The share of the slots of an update that are padding."""
+    def padded_share(self) -> float | None:
+        """The share of the slots of an update that are padding; None if it follows from lengths."""
+        if "max_tokens_per_pass" in self.stated:
+            return None
         slots = self.shape.micro_batch * self.shape.max_micro_batches
         return (slots - self.global_batch) / slots
 
@@ -149,7 +177,7 @@ class Choice:
 
     def keys(self, wanted: Wanted) -> dict[str, Value]:
         """Returns the config keys that the choice changes."""
-        changes: dict[str, Value] = {"per_device_batch_size": self.per_device_batch_size}
+        changes = dict(self.stated)
         changes |= {"remat_policy": self.remat_policy} if wanted.states_batch else {}
         if self.remat_policy != "custom":  # only it may state where tensors are kept
             changes |= {name: REMAT_TENSORS[name][0] for name in customised_tensors(wanted.config)}
@@ -157,10 +185,15 @@ class Choice:
 
     def to_dict(self) -> dict[str, object]:
         """Returns the choice for `--json`."""
-        number, modelled = self.per_device_batch_size, self.modelled.to_dict()
+        modelled = self.modelled.to_dict()
         del modelled["operations"]
+        stated = {
+            name: float(number) if isinstance(number, Fraction) else number
+            for name, number in self.stated.items()
+        }
         return {
-            "per_device_batch_size": float(number) if isinstance(number, Fraction) else number,
+            **dict.fromkeys(("per_device_batch_size", "max_tokens_per_pass")),
+            **stated,
             "gradient_accumulation_steps": self.shape.max_micro_batches,
             "micro_batch_size_to_train_on": self.shape.micro_batch,
             "global_batch_size_to_train_on": self.global_batch,
@@ -213,14 +246,16 @@ def _chosen(
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     slots = shape.micro_batch * shape.max_micro_batches
     batch = sizes.global_batch or slots
+    # of rows that samples share, the share of tokens follows from lengths
+    share = 1.0 if sizes.row_length else batch / slots
     return Choice(
         oracle.config.remat_policy,
         oracle.mesh,
         shape,
-        sizes.per_device(shape.micro_batch),
+        sizes.stated(shape.micro_batch),
         verdict,
         following or (next_verdict[0] if next_verdict else None),
         oracle.parts(shape, verdict),
-        oracle.asked[shape].modelled.of_samples(batch / slots),
+        oracle.asked[shape].modelled.of_samples(share),
         batch,
     )

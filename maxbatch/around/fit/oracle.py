@@ -23,7 +23,7 @@ from maxbatch.around.fit.search import Line
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.pins import program_keys
-from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.recipes import slots_per_row
 from maxbatch.config.sections import REMAT_TENSORS, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
@@ -76,6 +76,7 @@ class CompilerOracle:
             "keys": {
                 k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)
             },
+            **({} if config.max_tokens_per_pass is None else {"shares_rows": True}),
             "versions": versions(target.devices[0].platform),
             "target": [target.name, device_facts(target.devices), target.memory_bytes],
         }
@@ -142,7 +143,9 @@ class CompilerOracle:
         return Line(fixed, _activation_bytes(self.config, self.mesh.sizes) / shards)
 
     def _known_parts(self, shape: BatchShape) -> Parts:
-        return known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
+        return known_parts(
+            self._programs.abstract, self._programs.trained_placement.abstract_batch(shape)
+        )
 
 
 def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
@@ -176,7 +179,7 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     )
     per_token = value * (per_layers + 4 * products)
     per_device: float = (
-        per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
+        per_token * slots_per_row(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
     )
     return per_device
 

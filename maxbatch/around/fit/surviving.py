@@ -43,7 +43,7 @@ class FittedMachine(NamedTuple):
         return [
             *cells,
             number_text(self.choice.shape.max_micro_batches),
-            f"{self.choice.padded_share:.2%}",
+            "-" if self.choice.padded_share is None else f"{self.choice.padded_share:.2%}",
             gigabytes(self.choice.verdict.needed_bytes),
             "-" if seconds is None else f"{seconds * 1e3:,.1f} ms",
             " ".join(f"{name}={value_text(value)}" for name, value in changes.items()),

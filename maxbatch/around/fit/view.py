@@ -11,6 +11,7 @@ from maxbatch.around.compile.modelled import has_clock
 from maxbatch.around.fit.choices import Choice, Wanted
 from maxbatch.around.fit.meshes import mesh_text
 from maxbatch.around.fit.ways import Way
+from maxbatch.config.values import value_text
 from maxbatch.run.compile.memory import gigabytes
 from maxbatch.system.terminal.terminal import PipeConsole
 
@@ -67,10 +68,8 @@ def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> N
         if is_largest
         else "the fastest that fits by the compiler's clock on"
     )
-    print(
-        f"per_device_batch_size={best.per_device_batch_size} is {what} {target.name} "
-        f"(remat_policy={best.remat_policy}):"
-    )
+    ((key, value),) = best.stated.items()
+    print(f"{key}={value_text(value)} is {what} {target.name} (remat_policy={best.remat_policy}):")
     if wanted.any_mesh:
         print(f"the mesh: {mesh_text(best.mesh, wanted.config)}")
     needed, available = (
@@ -96,7 +95,9 @@ def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> N
 def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
     timed = has_clock(wanted.target)
     columns = ["mesh"] if wanted.any_mesh else []
-    columns += ["remat", "per device", "micro-batch x steps", "needed"]
+    is_packed = "max_tokens_per_pass" in choices[0].stated
+    columns += ["remat", "tokens per pass" if is_packed else "per device"]
+    columns += ["rows x most passes" if is_packed else "micro-batch x steps", "needed"]
     columns += ["compute", "kernels", "exposed", "modelled step", "MFU"] if timed else []
     to = (
         f"a global batch of {choices[0].global_batch:,}"
@@ -113,7 +114,7 @@ def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
         cells = [axes or "1 device"] if wanted.any_mesh else []
         cells += [
             choice.remat_policy,
-            str(choice.per_device_batch_size),
+            *(value_text(value) for value in choice.stated.values()),
             cut,
             gigabytes(choice.verdict.needed_bytes),
         ]

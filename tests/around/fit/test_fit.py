@@ -18,8 +18,9 @@ import pytest
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.around.compile.compiling import Update
 from maxbatch.around.compile.modelled import Modelled
-from maxbatch.around.fit.choices import Choice, Sizes, Wanted
+from maxbatch.around.fit.choices import Choice, Sizes, Wanted, choose
 from maxbatch.around.fit.search import Line, largest_fitting
+from maxbatch.around.fit.view import show
 from maxbatch.cli import main
 from maxbatch.commands.arguments import config_of
 from maxbatch.config.config import Config
@@ -120,8 +121,9 @@ def sizes_of(*overrides: str, devices: int = 8) -> Sizes:
 
 def test_the_unit_is_one_sample_per_device_or_what_the_shards_allow() -> None:
     plain, tensor = sizes_of(), sizes_of("ici_tensor_parallelism=4")
-    assert [plain.per_device(plain.rows[i]) for i in (0, 1, 2)] == [1, 2, 3]
-    assert [tensor.per_device(tensor.rows[i]) for i in (0, 1, 3)] == [0.25, 0.5, 1]
+    name = "per_device_batch_size"
+    assert [plain.stated(plain.rows[i])[name] for i in (0, 1, 2)] == [1, 2, 3]
+    assert [tensor.stated(tensor.rows[i])[name] for i in (0, 1, 3)] == [0.25, 0.5, 1]
 
 
 def test_every_size_is_a_batch_that_plans() -> None:
@@ -132,13 +134,16 @@ def test_every_size_is_a_batch_that_plans() -> None:
         "per_device_batch_size=8",
     )
     padded = ("global_batch_size=100", "batch_padding=true")
-    for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",), padded):
+    packed = ("global_batch_size=50", "max_tokens_per_pass=1024")
+    pairs = ("use_dpo=true", "dataset_type=jsonl", "dataset_path=pairs.jsonl", *packed)
+    schedule = ("batch_size_schedule=0:20 40:70", packed[1], "ici_tensor_parallelism=2")
+    pipeline = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=6")
+    budgets = (packed, pairs, schedule, (*packed, *pipeline))
+    for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",), padded, *budgets):
         sizes = sizes_of(*keys)
         for rows in sizes.rows[:12]:
-            p = sizes.per_device(rows)
-            plan = BatchPlan.from_config(
-                load_config(overrides=[*keys, f"per_device_batch_size={p}"]), 8
-            )
+            ((name, value),) = sizes.stated(rows).items()
+            plan = BatchPlan.from_config(load_config(overrides=[*keys, f"{name}={value}"]), 8)
             assert plan.micro_batch_size_to_train_on == rows
             assert sizes.shape(rows).max_micro_batches == plan.gradient_accumulation_steps
 
@@ -164,7 +169,8 @@ ONE_DEVICE = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
 def way(policy: str, rows: int, seconds: float | None, batch: int = 64) -> Choice:
     verdict, parts = Verdict(True, 1, 1, None, 0.0), Parts(0, 0, 0, 0, 0)
     shape, modelled = BatchShape(rows, -(-batch // rows)), Modelled(modelled_step_s=seconds)
-    return Choice(policy, ONE_DEVICE, shape, rows, verdict, None, parts, modelled, batch)
+    stated = {"per_device_batch_size": rows}
+    return Choice(policy, ONE_DEVICE, shape, stated, verdict, None, parts, modelled, batch)
 
 
 def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
@@ -196,6 +202,45 @@ def test_rates_of_a_padded_update_count_its_samples_alone() -> None:
     assert (padded.modelled_step_s, padded.modelled_mfu) == (1.0, pytest.approx(0.2))
     assert padded.modelled_tokens_per_second_per_device == pytest.approx(60)
     assert Modelled().of_samples(0.5) == Modelled()
+
+
+def test_the_largest_budget_of_a_pass_is_found_as_the_largest_batch_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = load_config(overrides=["max_tokens_per_pass=256", "global_batch_size=100"])
+    sizes = Sizes.of(config, BatchPlan.from_config(config, 8))
+    compiler = Compiler(1_000, 7, 1_500)
+    target: Any = SimpleNamespace(
+        name="a machine", devices=[SimpleNamespace(platform="cpu")], memory_source="its chip"
+    )
+    asked: dict[BatchShape, Any] = {}
+
+    def ask(*shapes: BatchShape) -> list[Verdict]:
+        said = [compiler.says(shape.micro_batch) for shape in shapes]
+        verdicts = [Verdict(one.fits, one.needed_bytes or 0, 1_500, None, 0.0) for one in said]
+        for shape in shapes:
+            asked[shape] = SimpleNamespace(modelled=Modelled())
+        return verdicts
+
+    oracle: Any = SimpleNamespace(
+        config=config,
+        mesh=ONE_DEVICE,
+        target=SimpleNamespace(**vars(target), memory_bytes=1_500),
+        asked=asked,
+        ask=ask,
+        estimate=lambda: Line(900, 9),
+        parts=lambda *_: Parts(0, 0, 0, 0, 0),
+    )
+    choice = choose(oracle, sizes, 1)
+    assert choice is not None and choice.next_verdict is not None
+    # 64 rows of 256 tokens on 8 devices, in which a row a sample takes two passes
+    assert choice.shape == BatchShape(64, 2) and not choice.next_verdict.fits
+    wanted = Wanted(config, target, False)
+    assert choice.keys(wanted)["max_tokens_per_pass"] == 8 * 256
+    figures = choice.to_dict()
+    assert (figures["per_device_batch_size"], figures["padded_share"]) == (None, None)
+    show([choice], wanted, [])
+    assert "max_tokens_per_pass=2048 is the largest that fits a machine" in capsys.readouterr().out
 
 
 def test_survive_shows_what_every_smaller_machine_needs(

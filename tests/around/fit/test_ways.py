@@ -37,7 +37,7 @@ class Compiler:
             policy,
             ONE_DEVICE,
             BatchShape(rows, 64 // rows),
-            rows,
+            {"per_device_batch_size": rows},
             verdict,
             None,
             parts,
