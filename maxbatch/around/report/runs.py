@@ -49,6 +49,8 @@ PANELS = (
         is_log=True,
     ),
     Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
+    Panel("Slots of all passes that hold tokens", "share", ((M.SLOT_SHARE, "line"),)),
+    Panel("Slots of filled rows that hold tokens", "share", ((M.ROW_SHARE, "line"),)),
     Panel("Margin of the chosen answers", "mean over the pairs (nats)", ((M.MARGIN, "line"),)),
     Panel("Pairs whose margin is above 0", "share of the pairs", ((M.PAIR_ACCURACY, "line"),)),
     Panel(
