@@ -360,9 +360,6 @@ def _check_reproducible_sums(config: AllKeys) -> None:
     reasons = {
         "opt_type": "" if config.opt_type in _ELEMENTWISE else "which mixes the values of a matrix",
         "quantization": "whose scales are of whole passes" if config.quantization else "",
-        "num_experts": "whose balance is of whole passes" if config.num_experts > 1 else "",
-        "lora_rank": "since adapters have other programs" if config.lora_rank else "",
-        "use_dpo": "whose reference the usual programs compute" if config.use_dpo else "",
         "batch_size": "prompts of reinforcement learning" if config.batch_size else "",
         "max_tokens_per_pass": "whose samples share rows" if config.max_tokens_per_pass else "",
         "compiled_dir": "whose programs are the usual ones" if config.compiled_dir else "",

@@ -83,6 +83,7 @@ from maxbatch.update.state import (
     TrainState,
     adapted_shapes,
     compile_adapting,
+    first_average,
     init_opt_state,
     with_spike_window,
 )
@@ -576,8 +577,8 @@ class BuiltPretraining:
             context.console.print(reference.introduction)
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
-            score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
-            reference.complete(partial(reading, score, params))
+            score = planned.programs.reference_scores(reading, params, planned.executable)
+            reference.complete(partial(reading, score))
         file = reference.changed_file()
         if file and is_first() and context.config.enable_checkpointing:
             context.folder.write(*file)
@@ -607,7 +608,7 @@ class BuiltPretraining:
         """Returns the state to start from: a restored one, with the model that its adapters adapt,
         or a first one.
         """
-        abstract, opened = self.planned.abstract, self.opened
+        abstract = self.planned.abstract
         if restored is None and (full := self._full_state()):
             return full
         if restored and abstract.frozen is None:
@@ -617,13 +618,24 @@ class BuiltPretraining:
             assert read is not None and abstract.frozen is not None, "adapters adapt a loaded model"
             return restored._replace(frozen=read(abstract.frozen))
         if read:
-            return init_opt_state(opened.keys, abstract, read(abstract.model), opened.own_optimizer)
+            return self._fresh(read(abstract.model))
         return self._initial_state()
+
+    def _fresh(self, model: State) -> TrainState:
+        """Returns a state of a model's parameters with a fresh optimizer, and fresh adapters if any
+        are trained.
+        """
+        opened, planned = self.opened, self.planned
+        state = init_opt_state(opened.keys, planned.abstract, model, opened.own_optimizer)
+        if state.frozen is None or not opened.keys.optimizer.reproducible_sums:
+            return state
+        params = planned.programs.first_adapters(planned.executable)
+        average = None if state.average is None else first_average(params)
+        return state._replace(params=params, average=average)
 
     def _initial_state(self) -> TrainState:
         if self.opened.keys.optimizer.reproducible_sums:
-            params = self.planned.programs.first_params(self.planned.executable)
-            return init_opt_state(self.opened.keys, self.planned.abstract, params)
+            return self._fresh(self.planned.programs.first_params(self.planned.executable))
         made: TrainState = self.planned.executable(INIT, self.planned.programs.init)()
         return made
 

@@ -6,9 +6,9 @@ ahead-of-time commands share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from maxbatch.data.feed.placement import (
     NUMBERED_DTYPES,
     PACKED_DTYPES,
     REFERENCE_DTYPES,
+    Batch,
     BatchShape,
     Placement,
 )
@@ -37,7 +38,10 @@ from maxbatch.run.evaluation import Evaluator
 from maxbatch.run.weights.checksums import lower_checksums
 from maxbatch.system.errors import ConfigError
 from maxbatch.update.gradients import Objective
+from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import OptimizerMaker
+from maxbatch.update.reproducible.programs import DevicePrograms
+from maxbatch.update.reproducible.samples import SamplesAlone
 from maxbatch.update.reproducible.update import ReproducibleUpdate
 from maxbatch.update.state import (
     TrainState,
@@ -126,6 +130,16 @@ class Programs:
             self.config, self._placement(BATCH_DTYPES, slots_per_sample(self.config)), batch_size
         )
 
+    def reference_scores(
+        self, reading: ReferencePass, params: State, executable: MakeExecutable
+    ) -> Callable[[Batch], Any]:
+        """Returns the function that computes the figures of a pass's batch under parameters."""
+        if self.config.optimizer.reproducible_sums:
+            programs = DevicePrograms(self.mesh, executable, partial(executables, executable))
+            return SamplesAlone(programs, reading, params)
+        score = executable(reading.name, lambda: reading.lower(self.abstract.model))
+        return partial(score, params)
+
     @cached_property
     def abstract(self) -> TrainState:
         """The shapes, dtypes and shardings of the state."""
@@ -160,23 +174,38 @@ class Programs:
         )
 
     def first_params(self, executable: MakeExecutable) -> State:
-        """Returns the first parameters, made whole by one device of each host and then sharded.
+        """Returns the first parameters of the model, whose bits do not depend on the mesh."""
+        make = partial(first_model, self.config)
+        return self._made_whole(f"{INIT}-parameters", make, self.abstract.model, executable)
 
-        So their bits do not depend on the mesh.
+    def first_adapters(self, executable: MakeExecutable) -> State:
+        """Returns the first adapters, whose bits do not depend on the mesh."""
+        adapters, model = adapters_of(self.config.adapters), self.abstract.model
+        assert adapters is not None, "the run trains adapters"
+        make = partial(adapters.init, model)
+        return self._made_whole(f"{INIT}-adapters", make, self.abstract.params, executable)
+
+    def _made_whole(
+        self,
+        name: str,
+        make: Callable[[jax.Array], State],
+        abstract: State,
+        executable: MakeExecutable,
+    ) -> State:
+        """Returns what `make` makes of the config's seed, made whole by one device of each host and
+        then sharded.
         """
         device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
-        make = jax.jit(
-            partial(first_model, self.config), out_shardings=SingleDeviceSharding(device)
-        )
+        jitted = jax.jit(make, out_shardings=SingleDeviceSharding(device))
         seed = np.uint32(self.config.init_weights_seed)
-        whole = executable(f"{INIT}-parameters", lambda: make.lower(seed))(seed)
+        whole = executable(name, lambda: jitted.lower(seed))(seed)
 
         def sharded(abstract: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
             values = np.asarray(x)
             return jax.make_array_from_callback(x.shape, abstract.sharding, values.__getitem__)
 
-        params: State = jax.tree.map(sharded, self.abstract.params, whole)
-        return params
+        state: State = jax.tree.map(sharded, abstract, whole)
+        return state
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the initial state, from the config's seed; each device makes its

@@ -169,10 +169,16 @@ def learned(params: State, balance: Balance | None) -> State:
     return state
 
 
+def routers_bias(params: State) -> State:
+    """Returns the routers' bias, which no optimizer steps."""
+    bias, _ = nnx.split_state(params, _IS_BIAS, ...)
+    state: State = bias
+    return state
+
+
 def with_learned(params: State, learned: State, balance: Balance | None) -> State:
     """Returns parameters with the optimizer's ones replaced."""
     if balance is None:
         return learned
-    bias, _ = nnx.split_state(params, _IS_BIAS, ...)
-    state: State = nnx.merge_state(learned, bias)
+    state: State = nnx.merge_state(learned, routers_bias(params))
     return state

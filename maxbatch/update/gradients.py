@@ -265,7 +265,7 @@ class Accumulation:
             first micro-batch.
           scale: for the balance terms; None: the loss has none.
         """
-        shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
+        shards = self._shards(rows)
         of_layers, rest = self._apart(weights.trained, bool(sums.layers))
         others = of_layers if weights.frozen is None else weights.frozen
 
@@ -291,16 +291,42 @@ class Accumulation:
             jax.tree.map(jnp.add, sums.others_d, others_d),
             noise_parts_d,
             self._add_fingerprints(sums.fingerprints_dx4, shards),
-            sums.tokens_d + jnp.sum(shards.segments != 0, axis=(1, 2), dtype=jnp.uint32),
+            sums.tokens_d + _num_tokens(shards),
             None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
+        )
+
+    def alone(self, weights: Weights, rows: Tree, scale: Scale | None = None) -> Totals:
+        """Returns the sums of one micro-batch without others, for `staged` parameters.
+
+        It keeps no sums beside the gradient, and measures no parts of the noise scale.
+        """
+        shards = self._shards(rows)
+        no_layers = nnx.State({})
+        others = no_layers if weights.frozen is None else weights.frozen
+        (_, sums), (gradient, _) = self._partial_gradients(
+            weights.trained, no_layers, others, scale, shards
+        )
+        limbs, nothing = jnp.zeros((self.data_shards, 4), jnp.uint32), jnp.zeros_like(sums.loss)
+        return self._total(
+            gradient,
+            sums.loss,
+            sums.weight,
+            sums.others,
+            NoiseParts(nothing, nothing, nothing),
+            self._add_fingerprints(limbs, shards),
+            _num_tokens(shards),
+            sums.routing,
         )
 
     def total(self, sums: Sums) -> Totals:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
-        gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
-        totals = Totals(
-            *jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:]))
-        )
+        return self._total(nnx.merge_state(sums.accumulator.acc_grads, sums.layers), *sums[2:])
+
+    def _shards(self, rows: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
+
+    def _total(self, gradients: State, *others: Any) -> Totals:
+        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *others)))
         if totals.routing is not None:
             totals = totals._replace(
                 routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4))
@@ -308,6 +334,10 @@ class Accumulation:
         if not self._adapters:
             totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
+
+
+def _num_tokens(shards: Tree) -> jax.Array:
+    return jnp.sum(shards.segments != 0, axis=(1, 2), dtype=jnp.uint32)
 
 
 def _noise_parts(gradients: Tree, weight_d: jax.Array) -> NoiseParts:

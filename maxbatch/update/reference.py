@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from maxbatch.config.combined import UpdateConfig
-from maxbatch.data.feed.placement import Placement
+from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import ReadPart, Stream
 from maxbatch.parallel.trees import State
 from maxbatch.system.storage.storage import AnyPath
@@ -33,10 +34,24 @@ class ReferencePass(Protocol):
     def name(self) -> str:
         """Name of the compiled program."""
 
-    def lower(self, abstract_params: State) -> jax.stages.Lowered: ...
+    @property
+    def placement(self) -> Placement:
+        """The placement of its batches."""
 
-    def __call__(self, score: jax.stages.Compiled, params: State, samples: SampleRange) -> Any:
-        """Returns the figures of samples; `score` is the compiled program."""
+    @property
+    def shape(self) -> BatchShape:
+        """The shape of its batches, of one micro-batch."""
+
+    def figures_on(self, mesh: Mesh) -> Callable[[State, Batch], Any]:
+        """Returns the function (parameters, arranged samples) -> figures, for programs on a
+        mesh.
+        """
+
+    def lower(self, abstract_params: State) -> jax.stages.Lowered:
+        """Lowers the program (parameters, batch) -> figures, whole on every device."""
+
+    def __call__(self, score: Callable[[Batch], Any], samples: SampleRange) -> Any:
+        """Returns the figures of samples; `score` computes those of a batch."""
 
 
 class FoundReference(Protocol):

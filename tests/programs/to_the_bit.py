@@ -4,10 +4,10 @@
 
 trains ten updates on 1, 2, 3, 4 or 8 devices of 1, 2 or 4 hosts, over random axes (data, fsdp),
 rows per pass and expansions, with padding or without, with a constant batch or a ramp, in float32
-or bfloat16, on text or chats, packed or not, some of them stopped in the middle and resumed on
-another layout, on one core and on all. `state_hash`, `loss`, `grad_norm` and `data_fingerprint` of
-every update are compared with those of the same run on one device in one pass. A run that differs
-ends the search with the command that did.
+or bfloat16, of dense models and of experts, on text, chats or pairs, or of adapters, some of them
+stopped in the middle and resumed on another layout, on one core and on all. Kinds and types take
+turns. `state_hash` and the other figures of every update are compared with those of the same run
+on one device in one pass. A run that differs ends the search with the command that did.
 """
 
 from __future__ import annotations
@@ -20,15 +20,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.helpers.chats import write_jsonl
+from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 UPDATES = 10
-_SAME = ("step", "loss", "grad_norm", "data_fingerprint", "gradient_noise_scale", "state_hash")
+_SAME = (
+    "step",
+    "loss",
+    "grad_norm",
+    "data_fingerprint",
+    "gradient_noise_scale",
+    "state_hash",
+)
+# of some kinds
+_SAME_IF_THERE = (
+    "margin",
+    "pair_accuracy",
+    "load_balance_loss",
+    "router_z_loss",
+    "expert_load_max",
+    "routing_fingerprint",
+    "dropped_tokens",
+)
 _TRAINED = (
     *TINY_RUN,
     "reproducible_sums=true",
@@ -47,6 +64,27 @@ _FORMS = (
     ("scan_layers=false", "adam_b1_half_life=4Kt", "skip_step_on_spikes=true"),
 )
 _PACKING = ("packing=true", "packing=false")
+_EXPERTS = (
+    (
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "load_balance_loss_weight=0.1",
+        "load_balance_scope=global",
+        "router_z_loss_weight=0.01",
+    ),
+    (
+        "decoder_block=qwen3_moe",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "routed_bias=true",
+        "routed_bias_update_rate=0.01",
+        "load_balance_loss_weight=0.1",
+        "capacity_factor=1.0",
+    ),
+)
 _TYPES = ((), ("dtype=bfloat16",), ("dtype=bfloat16", "weight_dtype=bfloat16"))
 
 
@@ -58,14 +96,52 @@ class Layout(NamedTuple):
     is_on_one_core: bool
 
 
-def _chats(folder: Path) -> tuple[str, ...]:
-    """Writes records of questions and answers; returns the arguments that train on them."""
-    lengths, path = random.Random(0), folder / "chats.jsonl"
-    asked = [f"q{i} " + "a" * lengths.randrange(6) for i in range(400)]
-    records = [{"prompt": q, "completion": "b" * lengths.randrange(1, 12)} for q in asked]
-    write_jsonl(path, records)
-    cache = f"data_cache_dir={folder / 'cache'}"
-    return ("use_sft=true", "dataset_type=jsonl", f"dataset_path={path}", cache)
+class Kinds:
+    """The keys of each kind of run, drawn anew for every run.
+
+    Args:
+      folder: has the data, and the model of adapters.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        self._folder, self._chance = folder, chance
+        lengths = random.Random(0)
+        asked = [f"q{i} " + "a" * lengths.randrange(6) for i in range(400)]
+        chats = [{"prompt": q, "completion": "b" * lengths.randrange(1, 12)} for q in asked]
+        pairs = [
+            {"prompt": q, "chosen": " y" * (1 + i % 3), "rejected": " n" * (1 + i % 4)}
+            for i, q in enumerate(asked)
+        ]
+        write_jsonl(folder / "chats.jsonl", chats)
+        write_jsonl(folder / "pairs.jsonl", pairs)
+        self.by_name: dict[str, Callable[[], tuple[str, ...]]] = {
+            "dense": self._packed,
+            "sparse": lambda: (*chance.choice(_EXPERTS), "base_moe_mlp_dim=32", *self._packed()),
+            "sft": lambda: (*self._records("chats"), "use_sft=true", *self._packed()),
+            "pairs": self._of_pairs,
+            "adapters": self._of_adapters,
+        }
+
+    def _packed(self) -> tuple[str, ...]:
+        return (self._chance.choice(_PACKING),)
+
+    def _records(self, name: str) -> tuple[str, ...]:
+        cache = f"data_cache_dir={self._folder / 'cache'}"
+        return ("dataset_type=jsonl", f"dataset_path={self._folder / name}.jsonl", cache)
+
+    def _of_pairs(self) -> tuple[str, ...]:
+        algorithm = self._chance.choice(("dpo", "dpo", "orpo"))
+        keys = ("use_dpo=true", f"dpo_algo={algorithm}", "packing=false")
+        return (*self._records("pairs"), *keys)
+
+    def _of_adapters(self) -> tuple[str, ...]:
+        base = self._folder / "base"
+        if not base.exists():
+            trained = (*_TRAINED, "scan_layers=true", "global_batch_size=8")
+            one = Layout(1, ("--simulate-devices", "1"), False)
+            lines = train(trained, one, base, 600)
+            assert not isinstance(lines, str), lines
+        return ("lora_rank=2", f"load_parameters_path={base}", *self._packed())
 
 
 def layout_of(chance: random.Random, steps: int) -> Layout:
@@ -108,7 +184,10 @@ def train(
 
 def figures(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Returns the figures of each update that must be the same."""
-    return [[line[name] for name in _SAME] for line in lines]
+    return [
+        [line[name] for name in _SAME] + [line.get(name) for name in _SAME_IF_THERE]
+        for line in lines
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,14 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = Layout(UPDATES, ("per_device_batch_size=24", "--simulate-devices", "1"), False)
     known: dict[tuple[str, ...], list[list[Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="maxbatch-bits-") as folder:
-        kinds = ((), _chats(Path(folder)))
+        kinds = Kinds(Path(folder), chance).by_name
+        names = chance.sample(sorted(kinds), len(kinds))
+        types = chance.sample(_TYPES, len(_TYPES))
         for number in range(1, asked.runs + 1):
             started = time.monotonic()
+            name = names[number % len(names)]
             keys = (
-                *chance.choice(kinds),
+                *kinds[name](),
                 *chance.choice(_FORMS),
-                *chance.choice(_TYPES),
-                chance.choice(_PACKING),
+                *types[number // len(names) % len(types)],
                 chance.choice(_BATCHES),
             )
             trained = (*_TRAINED, *keys)
@@ -170,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     file=sys.stderr,
                 )
                 return 1
-            print(f"{number}/{asked.runs} in {time.monotonic() - started:.1f} s: {text}")
+            print(f"{number}/{asked.runs} {name} in {time.monotonic() - started:.1f} s: {text}")
     seconds = time.monotonic() - begun
     print(f"all of {asked.runs} runs are those of one device to the last bit; {seconds:.0f} s")
     return 0

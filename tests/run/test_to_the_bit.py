@@ -18,7 +18,8 @@ from maxbatch.cli import main
 from maxbatch.run.pretraining import train
 from maxbatch.run.programs import checked_mesh_shape
 from maxbatch.system.errors import ConfigError
-from tests.helpers.tiny import MEASURED, one_layer_config, read_metrics
+from tests.helpers.corpus import write_jsonl
+from tests.helpers.tiny import MEASURED, UNMEASURED, UNSAVED, one_layer_config, read_metrics
 
 pytestmark = pytest.mark.runs
 
@@ -32,6 +33,28 @@ RUN = (
     MEASURED,
 )
 SAME = ("step", "data_fingerprint", "loss", "grad_norm", "gradient_noise_scale", "state_hash")
+KINDS = {
+    "adapters of pairs": (
+        "lora_rank=2",
+        "parameter_average_half_life=4Kt",
+        "use_dpo=true",
+        "dataset_type=jsonl",
+    ),
+    "experts": (
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "routed_bias=true",
+        "routed_bias_update_rate=0.01",
+        "base_moe_mlp_dim=32",
+        "capacity_factor=1.0",
+        "load_balance_loss_weight=0.1",
+        "load_balance_scope=global",
+        "router_z_loss_weight=0.01",
+    ),
+}
+OF_KINDS = ("margin", "load_balance_loss", "router_z_loss", "routing_fingerprint", "dropped_tokens")
 PAGE = Path(__file__).parents[2] / "docs/to-the-bit.md"
 
 
@@ -62,6 +85,27 @@ def test_padding_passes_devices_and_a_resume_change_no_bit(whole: Path, tmp_path
     arrays = json.loads(hashes[0].splitlines()[0])["hashes"]
     assert any(name.startswith("params[") for name in arrays)
     assert any(name.startswith("opt_state[") for name in arrays)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_adapters_and_experts_are_the_same_to_the_bit(
+    kind: str, whole: Path, tmp_path: Path
+) -> None:
+    pairs = [
+        {"prompt": f"{n}?", "chosen": " yes" * (1 + n % 2), "rejected": " no" * (1 + n % 3)}
+        for n in range(20)
+    ]
+    keys = [*KINDS[kind], UNSAVED, UNMEASURED]
+    if kind != "experts":
+        path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+        keys += [f"dataset_path={path}", f"load_parameters_path={whole}"]
+    expected = run(tmp_path / "one", 1, 8, "steps=2", *keys)
+    lines = run(tmp_path / "three", 3, 1, "steps=2", "batch_padding=true", *keys)
+    same = [name for name in (*SAME, *OF_KINDS) if name in expected[0]]
+    assert [[line[name] for name in same] for line in lines] == [
+        [line[name] for name in same] for line in expected
+    ]
+    assert expected[0]["state_hash"] != expected[1]["state_hash"]
 
 
 def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import UpdateConfig
@@ -291,43 +291,55 @@ class AnswersPass:
 
     Attributes:
       name: name of the compiled program.
+      shape: of a batch.
     """
 
     def __init__(
         self, config: UpdateConfig, placement: Placement, batch_size: int, num_answers: int
     ) -> None:
-        mesh = placement.mesh
-        model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
-        self._placement, self._shape, self._num_answers = (
-            placement,
-            BatchShape(batch_size, 1),
-            num_answers,
-        )
+        self._config, self._num_answers = config, num_answers
+        self.placement, self.shape = placement, BatchShape(batch_size, 1)
         self.name = f"reference-{batch_size}"
-        arrange = placement.arrange(batch_size)
 
-        def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
+    def figures_on(self, mesh: Mesh) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
+        """Returns the function (parameters, samples [M, W]) -> hashes and log-probabilities, for
+        programs on a mesh.
+        """
+        model = ModelOnMesh(self._config, self._config.mesh, mesh, BATCH_AXES)
+        num_answers = self._num_answers
+
+        def figures_of(params: State, rows: Batch) -> tuple[jax.Array, jax.Array]:
             of_answers = rows_of_answers(rows, num_answers)
             logprobs = model.token_logprobs(params, of_answers.tokens, of_answers.segments)
             answers = sum_by_answer(logprobs, of_answers.weights, num_answers)
             return row_hashes(jnp, rows.tokens, rows.segments, rows.weights), answers.logprobs_MxK
 
-        self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
+        return figures_of
 
     def lower(self, abstract_params: State) -> jax.stages.Lowered:
-        return self._score.lower(abstract_params, self._placement.abstract_batch(self._shape))
+        mesh = self.placement.mesh
+        arrange = self.placement.arrange(self.shape.micro_batch)
+        figures_of = self.figures_on(mesh)
 
-    def __call__(self, score: jax.stages.Compiled, params: State, samples: SampleRange) -> Figures:
-        """Returns hash and log-probabilities of samples: uint64[n], float32[n, A].
+        def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            return figures_of(
+                params, arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
+            )
 
-        `score` is the compiled program.
-        """
+        batch = self.placement.abstract_batch(self.shape)
+        jitted = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
+        lowered: jax.stages.Lowered = jitted.lower(abstract_params, batch)
+        return lowered
+
+    def __call__(
+        self, score: Callable[[Batch], tuple[jax.Array, jax.Array]], samples: SampleRange
+    ) -> Figures:
+        """Returns hash and log-probabilities of samples: uint64[n], float32[n, A]."""
         stream, first, end = samples
         hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, self._num_answers), np.float32)]
-        with BatchLoader(stream, self._placement, in_passes(first, end, self._shape)) as loader:
+        with BatchLoader(stream, self.placement, in_passes(first, end, self.shape)) as loader:
             for num_rows, batch in loader.batches():
-                halves_Mx2, logprobs_MxA = jax.device_get(score(params, batch))
+                halves_Mx2, logprobs_MxA = jax.device_get(score(batch))
                 hashes.append(_joined(halves_Mx2[:num_rows]))
                 logprobs.append(logprobs_MxA[:num_rows])
         return np.concatenate(hashes), np.concatenate(logprobs)

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbatch.update.reproducible.slabs import Slabs
+
 MOST_SUMMANDS = 2**17 - 1  # a digit is at most 2^12, and a count of digits below 2^29
 _WIDTH = 13  # bits of a digit
 _NOT_FINITE = 63  # the level of infinities and NaN
@@ -57,12 +59,43 @@ def with_summand(sums: ExactSum, x: jax.Array) -> ExactSum:
     return _packed(_Digits(level, *(a + b for a, b in parts)))
 
 
-def merged(sums: ExactSum) -> ExactSum:
-    """Adds up sums along the first axis."""
+def with_summand_in_place(sums: ExactSum, x: jax.Array) -> ExactSum:
+    """Adds an array as `with_summand` does, by slabs: where the sums are donated, only a slab of
+    them is in memory twice. Slabs of zeros are left out.
+    """
+    slabs = Slabs.of(x.shape)
+    if slabs.num_slabs == 1:
+        return with_summand(sums, x)
+    matrices, matrix = jax.tree.map(slabs.as_matrix, sums), slabs.as_matrix(x)
+
+    def add_slab(number: jax.Array, sums: ExactSum) -> ExactSum:
+        first = slabs.first_row(number)
+        x = slabs.only_new(number, slabs.rows_at(matrix, first))
+        # A branch, so that no program joins the reads of a slab and the writes into one.
+        added = jax.lax.cond(
+            jnp.any(x != 0),
+            with_summand,
+            lambda sums, _: sums,
+            jax.tree.map(lambda part: slabs.rows_at(part, first), sums),
+            x,
+        )
+        total: ExactSum = jax.tree.map(
+            lambda part, slab: jax.lax.dynamic_update_slice_in_dim(part, slab, first, 0),
+            sums,
+            added,
+        )
+        return total
+
+    return ExactSum(*(part.reshape(x.shape) for part in slabs.fold(add_slab, matrices)))
+
+
+def merged(sums: ExactSum, axes: tuple[str, ...] = ()) -> ExactSum:
+    """Adds up sums along the first axis and, inside of `shard_map`, along axes of the mesh."""
     digits = _digits_of_sum(sums)
     level = jnp.max(digits.level, axis=0)
-    parts = _at_level(digits, level[None])
-    return _packed(_Digits(level, *(jnp.sum(part, axis=0, dtype=jnp.int32) for part in parts)))
+    level = jax.lax.pmax(level, axes) if axes else level
+    parts = [jnp.sum(part, axis=0, dtype=jnp.int32) for part in _at_level(digits, level[None])]
+    return _packed(_Digits(level, *(jax.lax.psum(parts, axes) if axes else parts)))
 
 
 def rounded(sums: ExactSum) -> jax.Array:
@@ -88,6 +121,25 @@ def rounded(sums: ExactSum) -> jax.Array:
     total = jnp.where(total < _SMALLEST, 0.0, total)
     total = jnp.where(is_negative, -total, total)
     return jnp.where(level == _NOT_FINITE, _not_finite(*counts), total)
+
+
+def merged_and_rounded(sums: ExactSum, axes: tuple[str, ...] = ()) -> jax.Array:
+    """Returns `rounded(merged(sums, axes))`; without axes by slabs, as `with_summand_in_place`."""
+    shape = sums.high.shape[1:]
+    slabs = Slabs.of(shape)
+    if axes or slabs.num_slabs == 1:
+        return rounded(merged(sums, axes))
+    matrices = ExactSum(*(jax.vmap(slabs.as_matrix)(part) for part in sums))
+
+    def round_slab(number: jax.Array, total: jax.Array) -> jax.Array:
+        first = slabs.first_row(number)
+        slab = ExactSum(*(jax.lax.dynamic_slice_in_dim(x, first, slabs.rows, 1) for x in matrices))
+        of_slab = rounded(merged(slab))
+        array: jax.Array = jax.lax.dynamic_update_slice_in_dim(total, of_slab, first, 0)
+        return array
+
+    nothing = jnp.zeros((slabs.num_rows, slabs.num_columns), jnp.float32)
+    return slabs.fold(round_slab, nothing).reshape(shape)
 
 
 def _digits_of(x: jax.Array) -> _Digits:

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import LANES, POSITION, TOKEN, mixed
+from maxbatch.update.reproducible.slabs import Slabs
 from maxbatch.update.state import TrainState
 
 
@@ -116,14 +117,24 @@ def _first_index(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> list[jax.Array 
 def _lanes(part: jax.Array, shape: tuple[int, ...], first: list[jax.Array | int]) -> jax.Array:
     """Returns the sums of the lanes of a part of an array, uint32[2]."""
     word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(part, word).astype(jnp.uint32)
-    index = jnp.zeros(part.shape, jnp.uint32)
-    for axis, start in enumerate(first):
-        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-        places = jax.lax.broadcasted_iota(jnp.uint32, part.shape, axis) + start
-        index += places * stride
-    lanes = [mixed(mixed(index * POSITION + lane) ^ (bits * TOKEN)) for lane in LANES]
-    return jnp.stack([jnp.sum(lane, dtype=jnp.uint32) for lane in lanes])
+    slabs = Slabs.of(part.shape)
+    matrix, last = slabs.as_matrix(part), first[-1] if first else 0
+
+    def add_slab(number: jax.Array, sums: jax.Array) -> jax.Array:
+        first_row = slabs.first_row(number)
+        slab = slabs.rows_at(matrix, first_row)
+        bits = jax.lax.bitcast_convert_type(slab, word).astype(jnp.uint32)
+        rest = jnp.arange(slabs.rows, dtype=jnp.uint32) + first_row.astype(jnp.uint32)
+        index = jnp.arange(slabs.num_columns, dtype=jnp.uint32)[None] + last
+        for axis in reversed(range(len(shape) - 1)):
+            place, rest = rest % part.shape[axis], rest // part.shape[axis]
+            stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+            index += ((place + first[axis]) * stride)[:, None]
+        lanes = [mixed(mixed(index * POSITION + lane) ^ (bits * TOKEN)) for lane in LANES]
+        lanes = [jnp.sum(slabs.only_new(number, lane), dtype=jnp.uint32) for lane in lanes]
+        return sums + jnp.stack(lanes)
+
+    return slabs.fold(add_slab, jnp.zeros(2, jnp.uint32))
 
 
 @functools.cache

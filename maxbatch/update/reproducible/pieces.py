@@ -1,7 +1,7 @@
 """The optimizer's update of pieces of a fixed size, by one program for one device.
 
 Parameters and moments stay in their shards. Every device flattens its shards of the parameters of a
-group, one after another, and cuts them into pieces of Q values; zeros fill the last piece. The
+band, one after another, and cuts them into pieces of Q values; zeros fill the last piece. The
 update of a value depends on that value alone, and the size of a piece on the model alone, so every
 layout runs the same program.
 
@@ -11,7 +11,7 @@ Legend: N devices, Q values of a piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +22,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import ModelOptimizerConfig
+from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.update.optimizers import AT_REST, is_decayed, make_optimizer
-from maxbatch.update.state import TrainState
+from maxbatch.update.reproducible.exact_sums import ExactSum, merged_and_rounded
 from maxbatch.update.step import moved_average
 
 _SMALLEST_PIECE, _LARGEST_PIECE = 2**10, 2**18
 _PIECE = "piece"
 _PIECES = 32  # of a model, unless they would be smaller or larger than these
+_BANDS, _SMALLEST_BAND = 8, 2**20  # of a model, unless they would be smaller
 
 
 class Columns(NamedTuple):
@@ -41,8 +43,8 @@ class Columns(NamedTuple):
     average: Any | None
 
 
-class Group(NamedTuple):
-    """Parameters of one dtype that all decay or all do not."""
+class Band(NamedTuple):
+    """Parameters of one dtype that all decay or all do not, and that are updated together."""
 
     dtype: np.dtype
     decays: bool
@@ -73,82 +75,124 @@ class MomentsApart:
 
 
 class Pieces:
-    """The cut of a state's shards into pieces.
+    """The cut of a state's shards into bands of parameters, and of bands into pieces.
+
+    Only one band at a time is in memory twice.
 
     Attributes:
-      groups: the parameters by the program that updates them.
+      bands: the parameters, cut by the model alone.
       size: Q.
     """
 
-    def __init__(self, config: ModelOptimizerConfig, abstract: TrainState, mesh: Mesh) -> None:
+    def __init__(self, config: ModelOptimizerConfig, params: State, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._arrays = jax.tree.leaves(abstract.params)
-        self._specs = [x.sharding.spec for x in self._arrays]
-        self._shapes = [x.sharding.shard_shape(x.shape) for x in self._arrays]
-        decays = jax.tree.leaves(is_decayed(config, abstract.params))
-        places: dict[tuple[np.dtype, bool], list[int]] = {}
-        for place, (x, decay) in enumerate(zip(self._arrays, decays, strict=True)):
-            places.setdefault((x.dtype, bool(decay)), []).append(place)
-        self.groups = [Group(*kind, of_kind) for kind, of_kind in places.items()]
-        values = sum(math.prod(x.shape) for x in self._arrays)
-        size = 2 ** math.ceil(math.log2(max(values / _PIECES, 1)))
+        arrays = jax.tree.leaves(params)
+        self._specs = [x.sharding.spec for x in arrays]
+        self._shapes = [x.sharding.shard_shape(x.shape) for x in arrays]
+        decays = jax.tree.leaves(is_decayed(config, params))
+        sizes = [math.prod(x.shape) for x in arrays]
+        kinds = [(x.dtype, bool(decay)) for x, decay in zip(arrays, decays, strict=True)]
+        most = max(sum(sizes) / _BANDS, _SMALLEST_BAND)
+        self.bands = [
+            Band(*kind, places)
+            for kind in dict.fromkeys(kinds)
+            for places in _filled([i for i, k in enumerate(kinds) if k == kind], sizes, most)
+        ]
+        size = 2 ** math.ceil(math.log2(max(sum(sizes) / _PIECES, 1)))
         self.size = min(max(size, _SMALLEST_PIECE), _LARGEST_PIECE)
 
-    def num_pieces(self, group: Group) -> int:
-        """Returns the pieces of a group on each device."""
-        values = sum(math.prod(self._shapes[place]) for place in group.places)
-        pieces: int = math.ceil(values / self.size)
-        return pieces
-
-    def cut(self, columns: list[list[jax.Array]]) -> list[list[list[jax.Array]]]:
-        """Cuts columns of whole arrays, one per parameter, inside of a program.
+    def cut(self, band: Band, columns: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Cuts columns of a band's whole arrays, one per parameter, inside of a program.
 
         Returns:
-          For each group, for each of its pieces, that piece of each column: [N, Q].
+          For each piece, that piece of each column: [N, Q].
         """
+        values = sum(math.prod(self._shapes[place]) for place in band.places)
+        num_pieces = math.ceil(values / self.size)
 
-        def cut_group(group: Group, columns: list[list[jax.Array]]) -> list[list[jax.Array]]:
-            num_pieces = self.num_pieces(group)
+        def cut_shards(columns: list[list[jax.Array]]) -> list[list[jax.Array]]:
             pieces: list[list[jax.Array]] = [[] for _ in range(num_pieces)]
             for column in columns:
-                flat = jnp.concatenate([column[place].reshape(-1) for place in group.places])
+                flat = jnp.concatenate([x.reshape(-1) for x in column])
                 flat = jnp.pad(flat, (0, num_pieces * self.size - flat.size))
                 for i, piece in enumerate(pieces):
                     piece.append(flat[None, i * self.size : (i + 1) * self.size])
             return pieces
 
-        cut: list[list[list[jax.Array]]] = jax.shard_map(
-            lambda columns: [cut_group(group, columns) for group in self.groups],
+        cut: list[list[jax.Array]] = jax.shard_map(
+            cut_shards,
             mesh=self._mesh,
-            in_specs=([self._specs] * len(columns),),
+            in_specs=([self._specs_of(band)] * len(columns),),
             out_specs=P(self._mesh.axis_names),
             check_vma=False,
         )(columns)
         return cut
 
-    def join(self, pieces: list[list[list[jax.Array]]]) -> list[list[jax.Array]]:
-        """Returns the columns of pieces, inside of a program; the opposite of `cut`."""
-        num_columns = len(pieces[0][0])
+    def join(self, band: Band, pieces: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Returns the columns of a band's pieces, inside of a program; the opposite of `cut`."""
+        num_columns = len(pieces[0])
 
-        def join_column(pieces: list[list[list[jax.Array]]], column: int) -> list[jax.Array]:
-            arrays: dict[int, jax.Array] = {}
-            for group, of_group in zip(self.groups, pieces, strict=True):
-                flat = jnp.concatenate([piece[column][0] for piece in of_group])
-                start = 0
-                for place in group.places:
-                    shape = self._shapes[place]
-                    end = start + math.prod(shape)
-                    arrays[place], start = flat[start:end].reshape(shape), end
-            return [arrays[place] for place in range(len(self._shapes))]
+        def join_column(pieces: list[list[jax.Array]], column: int) -> list[jax.Array]:
+            flat = jnp.concatenate([piece[column][0] for piece in pieces])
+            arrays, start = [], 0
+            for place in band.places:
+                shape = self._shapes[place]
+                end = start + math.prod(shape)
+                arrays.append(flat[start:end].reshape(shape))
+                start = end
+            return arrays
 
         columns: list[list[jax.Array]] = jax.shard_map(
             lambda pieces: [join_column(pieces, column) for column in range(num_columns)],
             mesh=self._mesh,
             in_specs=(P(self._mesh.axis_names),),
-            out_specs=[self._specs] * num_columns,
+            out_specs=[self._specs_of(band)] * num_columns,
             check_vma=False,
         )(pieces)
         return columns
+
+    def reduce(self, band: Band, sums: list[ExactSum]) -> list[jax.Array]:
+        """Adds up the sums of all devices, [N, ...], inside of a program, and rounds them.
+
+        A device receives the parts of its own shards alone.
+        """
+        specs = self._specs_of(band)
+
+        def reduce_array(spec: P, sums: ExactSum) -> jax.Array:
+            split: set[str] = set()
+            for dim, entry in enumerate(spec, start=1):
+                axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+                split.update(axes)
+                if axes:
+                    sums = ExactSum(
+                        *(jax.lax.all_to_all(x, axes, dim, 0, tiled=True) for x in sums)
+                    )
+            others = [a for a, n in self._mesh.shape.items() if n > 1 and a not in split]
+            return merged_and_rounded(sums, tuple(others))
+
+        reduced: list[jax.Array] = jax.shard_map(
+            lambda sums: [reduce_array(*x) for x in zip(specs, sums, strict=True)],
+            mesh=self._mesh,
+            in_specs=(P(self._mesh.axis_names),),
+            out_specs=specs,
+            check_vma=False,
+        )(sums)
+        return reduced
+
+    def _specs_of(self, band: Band) -> list[P]:
+        return [self._specs[place] for place in band.places]
+
+
+def _filled(places: Sequence[int], sizes: Sequence[int], most: float) -> Iterator[list[int]]:
+    """Yields the places in bands of at most so many values, or of one place."""
+    band: list[int] = []
+    for place in places:
+        if band and sum(sizes[i] for i in [*band, place]) > most:
+            yield band
+            band = []
+        band.append(place)
+    if band:
+        yield band
 
 
 class NewPiece(NamedTuple):

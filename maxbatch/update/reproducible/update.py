@@ -7,13 +7,15 @@ Programs on the mesh add without rounding and move numbers.
 
     atoms on each device -> exact sums -> their sum over devices -> figures -> pieces -> hashes
 
-Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row, N devices, r rows
-of an atom, F figures.
+The state is given up, as by donation. After the atoms, a band of parameters (`pieces`) at a time is
+in memory twice.
+
+Shapes: N devices, F figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,43 +23,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.parallel.hosts import gather
-from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.update.balance import (
+    Balance,
+    BalancedState,
+    RoutingMetrics,
+    Scale,
+    learned,
+    routers_bias,
+    with_learned,
+)
 from maxbatch.update.gradients import NoiseParts, Objective
-from maxbatch.update.reproducible.atoms import Atoms, AtomSums, Figures
-from maxbatch.update.reproducible.exact_sums import ExactSum, rounded
+from maxbatch.update.reproducible.atoms import (
+    Atoms,
+    AtomSums,
+    BatchFigures,
+    Figures,
+    FigureSums,
+    RoutingCounts,
+    Weights,
+)
+from maxbatch.update.reproducible.exact_sums import ExactSum
 from maxbatch.update.reproducible.hashes import StateHasher, named_arrays
-from maxbatch.update.reproducible.pieces import Columns, MomentsApart, NewPiece, Pieces, step_piece
+from maxbatch.update.reproducible.pieces import (
+    Band,
+    Columns,
+    MomentsApart,
+    NewPiece,
+    Pieces,
+    step_piece,
+)
+from maxbatch.update.reproducible.programs import (
+    DevicePrograms,
+    MakeExecutable,
+    MakeExecutables,
+    OnDevices,
+    form,
+    free,
+    on,
+)
+from maxbatch.update.reproducible.rows import AtomRows
 from maxbatch.update.spikes import SpikeWindow, judge
 from maxbatch.update.state import TrainState
-from maxbatch.update.step import StepMetrics, abstract_settings, may_overflow
+from maxbatch.update.step import StepMetrics, abstract_settings, may_overflow, moved_average
 
 T = TypeVar("T")
-# (name, function that lowers a program) -> the compiled program
-MakeExecutable = Callable[[str, Callable[[], jax.stages.Lowered]], jax.stages.Compiled]
-
-# (name, function that lowers a program for the first device, devices) -> the program on each
-MakeExecutables = Callable[
-    [str, Callable[[], jax.stages.Lowered], Sequence[jax.Device]],
-    dict[jax.Device, jax.stages.Compiled],
-]
-
-
-class Reduced(NamedTuple):
-    """The sums of a batch over all devices, rounded once."""
-
-    gradient: list[jax.Array]  # float32, in the shards of the parameters
-    whole_gradient: list[jax.Array]  # the same, whole on every device
-    figures_F: jax.Array  # float32
-    fingerprint_4: jax.Array
-    tokens: jax.Array
 
 
 class Measured(NamedTuple):
@@ -71,6 +87,7 @@ class Measured(NamedTuple):
     is_finite: jax.Array  # bool: loss and gradient
     noise_parts: NoiseParts
     others: dict[str, jax.Array]  # the objective's other sums
+    routing: RoutingMetrics | None  # of a model with experts
 
 
 class Decided(NamedTuple):
@@ -80,6 +97,24 @@ class Decided(NamedTuple):
     skipped: jax.Array  # bool
     is_spike: jax.Array | None
     window: SpikeWindow | None
+
+
+class BalancedPart(NamedTuple):
+    """What an update with experts changes besides the optimizer's parameters."""
+
+    bias: State  # of the routers
+    average: State | None  # of the bias
+    last_counts_NxE: jax.Array
+
+
+class BandPrograms(NamedTuple):
+    """The programs of a band."""
+
+    reduce: jax.stages.Compiled  # sums of all devices -> gradient in shards, and whole or nothing
+    squares: OnDevices  # whole gradient -> of each array, the sum of the mean gradient's squares
+    cut: jax.stages.Compiled  # columns -> pieces
+    step: OnDevices  # a piece -> `NewPiece`
+    join: jax.stages.Compiled  # pieces -> columns
 
 
 class ReproducibleUpdate:
@@ -103,96 +138,86 @@ class ReproducibleUpdate:
         executable: MakeExecutable,
         executables: MakeExecutables,
     ) -> None:
-        self._config, self._mesh, self._objective = config, mesh, objective
-        self._executable, self._executables = executable, executables
-        self._takes_turns = must_take_turns(list(mesh.devices.flat))
-        self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-        self._whole = NamedSharding(mesh, P())
-        self._split = NamedSharding(mesh, P(mesh.axis_names))  # the first axis, over all devices
-        self._structure = jax.tree.structure(abstract.params)
-        self._apart = MomentsApart(abstract.opt_state, self._structure)
-        self._pieces = Pieces(config.optimizer, abstract, mesh)
+        self._config = config
+        self._programs = programs = DevicePrograms(mesh, executable, executables)
+        self._atoms = atoms = Atoms(config, programs.devices[0], objective, abstract)
+        self._stepped_params = learned(abstract.params, atoms.balance)
+        self._structure = jax.tree.structure(self._stepped_params)
+        self._apart = MomentsApart(_optimizer_state(abstract.opt_state), self._structure)
+        self._pieces = Pieces(config.optimizer, self._stepped_params, mesh)
         self._hasher = StateHasher(abstract, mesh)
-        atom_rows = config.optimizer.reproducible_rows
-        self._atoms_per_pass = shape.micro_batch // mesh.size // atom_rows
-        self._compile_atoms(abstract, placement, shape, atom_rows)
-        self._compile_rest(abstract)
+        self._rows = AtomRows(programs, placement, shape, config.optimizer.reproducible_rows)
+        sums = self._compile_atoms(abstract)
+        self._compile_figures(abstract)
+        self._compile_bands(abstract, sums.gradient)
+        if self._atoms.balance is not None:
+            self._compile_balanced(abstract, self._atoms.balance)
+        self._hash = executable("hash", self._hasher.lower)
 
-    def _compile_atoms(
-        self, abstract: TrainState, placement: Placement, shape: BatchShape, atom_rows: int
-    ) -> None:
-        """Compiles the programs that take atoms from batches and add them up."""
-        arrange, staged = placement.arrange(shape.micro_batch), placement.abstract_batch(shape)
-
-        def arrange_all(batch: Batch) -> Batch:
-            arranged: Batch = jax.lax.map(arrange, batch)
-            return arranged
-
-        self._arrange = None
-        if isinstance(staged.tokens, tuple):  # of load expansion
-            self._arrange = self._on_mesh("arrange", arrange_all, staged)
-        rows = (shape.max_micro_batches, shape.micro_batch // self._mesh.size)
-        batch, atom = (
-            Batch(*(None if x is None else _form((*size, x.shape[-1]), x.dtype) for x in of_slots))
-            for of_slots in [[x[0] if isinstance(x, tuple) else x for x in staged]]
-            for size in (rows, (atom_rows,))
+    def _compile_atoms(self, abstract: TrainState) -> AtomSums:
+        """Compiles the programs that add atoms up; returns the forms of all devices' sums."""
+        programs, atoms = self._programs, self._atoms
+        models = abstract.params, abstract.frozen
+        self._models = jax.tree.structure(models)
+        self._gather = programs.on_mesh(
+            "gather", _same, jax.tree.leaves(models), out=programs.whole
         )
-
-        # It moves rows alone, so it need not be the same in every layout.
-        def take(batch: Batch, j: jax.Array, k: jax.Array) -> Batch:
-            taken: Batch = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x[j], k * atom_rows, atom_rows), batch
-            )
-            return taken
-
-        index = _form((), jnp.int32)
-        self._take = self._on_devices("take", take, (batch, index, index))
-
-        leaves = jax.tree.leaves(abstract.params)
-        self._gather = self._on_mesh("gather", lambda arrays: arrays, leaves, out=self._whole)
-        atoms = Atoms(self._config, self._devices[0], self._objective, abstract)
+        scale: Scale | None = None
+        self._weigh: OnDevices | None = None
+        if atoms.balance is not None and atoms.balance.has_terms:
+            scale = self._compile_scale(atoms.balance)
         nothing = jax.eval_shape(atoms.nothing)
-        self._nothing = self._on_devices("nothing", atoms.nothing, ())
-        self._add = self._on_devices(
-            "atom", atoms.add, (abstract.params, nothing, atom), donated=(1,)
+        self._nothing = programs.on_devices("nothing", atoms.nothing, ())
+        self._add = programs.on_devices(
+            "atom", atoms.add, (*models, scale, nothing, self._rows.form), donated=(3,)
         )
+        sums: AtomSums = self._of_all(nothing)
+        figures = jax.eval_shape(FigureSums.reduced, sums.figures)
+        out = jax.tree.map(lambda _: programs.whole, figures)
+        self._reduce = programs.on_mesh("figures", FigureSums.reduced, sums.figures, out=out)
+        return sums
 
-        shardings = [x.sharding for x in leaves]
-
-        def reduce(sums: AtomSums) -> Reduced:
-            total = sums.merged()
-            placed = jax.lax.with_sharding_constraint(
-                total.gradient, [ExactSum(*[s] * 3) for s in shardings]
-            )
-            gradient = [rounded(sums) for sums in placed]
-            return Reduced(
-                gradient,
-                gradient,
-                rounded(total.figures_1xF),
-                total.fingerprint_1x4,
-                total.tokens_1,
-            )
-
-        stacked = jax.tree.map(
-            lambda x: _form((self._mesh.size, *x.shape[1:]), x.dtype, self._split), nothing
+    def _compile_scale(self, balance: Balance) -> Scale:
+        """Compiles the programs that find the facts of a batch for the terms of balance; returns
+        the form of these.
+        """
+        programs, atoms = self._programs, self._atoms
+        no_weights = jax.eval_shape(atoms.no_weights)
+        last_counts = jax.eval_shape(balance.no_counts)
+        self._no_weights: Weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), no_weights)
+        self._weigh = programs.on_devices("weigh", atoms.weigh, (no_weights, self._rows.form))
+        weights = self._of_all(no_weights)
+        self._gather_weights = programs.on_mesh("weights", _same, weights, out=programs.whole)
+        self._scale = programs.on_devices(
+            "scale", Weights.scale, (weights, last_counts), only_first=True
         )
-        whole: Any = self._whole
-        out = Reduced(shardings, [whole] * len(leaves), whole, whole, whole)
-        self._reduce = self._on_mesh("reduce", reduce, stacked, out=out)
+        scale: Scale = jax.eval_shape(Weights.scale, weights, last_counts)
+        return scale
 
-    def _compile_rest(self, abstract: TrainState) -> None:
-        """Compiles the programs that follow the sums: figures, pieces of the optimizer, hashes."""
-        optimizer = self._config.optimizer
-        gradient = [_form(x.shape, jnp.float32) for x in jax.tree.leaves(abstract.params)]
-        figures = _form((len(Figures._fields) + len(self._objective.others),), jnp.float32)
+    def _of_all(self, sums: T) -> T:
+        """Returns the forms of all devices' sums from those of one."""
+        programs = self._programs
+        forms: T = jax.tree.map(
+            lambda x: form((programs.mesh.size, *x.shape[1:]), x.dtype, programs.split), sums
+        )
+        return forms
 
-        def measure(gradient: list[jax.Array], figures_F: jax.Array) -> Measured:
-            loss, weight, squares, weight_squares, *others = figures_F
-            denominator = jnp.where(weight > 0, weight, 1.0)
-            norm = optax.tree.norm([g / denominator for g in gradient])
+    def _compile_figures(self, abstract: TrainState) -> None:
+        """Compiles the programs that measure a batch and decide about its update."""
+        programs, optimizer, atoms = self._programs, self._config.optimizer, self._atoms
+        balance = atoms.balance
+
+        def measure(
+            squares: list[jax.Array], figures: BatchFigures, last_counts_NxE: jax.Array | None
+        ) -> Measured:
+            of_all = Figures(*figures.figures_F[: len(Figures._fields)])
+            loss, weight, gradient_squares, weight_squares = of_all
+            denominator = _denominator(figures.figures_F)
+            norm = jnp.sqrt(sum(squares, jnp.float32(0)))
             threshold = optimizer.gradient_clipping_threshold
             shrink = jnp.minimum(1.0, threshold / jnp.maximum(norm, 1e-30))
             is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            routing = atoms.routing_of(figures)
             return Measured(
                 loss / denominator,
                 weight,
@@ -200,8 +225,11 @@ class ReproducibleUpdate:
                 norm,
                 shrink,
                 is_finite,
-                NoiseParts(squares, weight, weight_squares),
-                dict(zip(self._objective.others, others, strict=True)),
+                NoiseParts(gradient_squares, weight, weight_squares),
+                atoms.others_of(figures.figures_F),
+                balance.metrics(routing, last_counts_NxE)
+                if balance is not None and routing is not None and last_counts_NxE is not None
+                else None,
             )
 
         def decide(
@@ -215,45 +243,132 @@ class ReproducibleUpdate:
             is_spike, window = judge(window, measured.loss, measured.grad_norm, applies, factor)
             return Decided(applies & ~is_spike, ~is_finite | is_spike, is_spike, window)
 
-        self._measure = self._on_devices("measure", measure, (gradient, figures), only_first=True)
-        measured, flag = jax.eval_shape(measure, gradient, figures), _form((), jnp.bool_)
-        window = jax.tree.map(lambda x: _form(x.shape, x.dtype), abstract.spikes)
-        self._decide = self._on_devices("decide", decide, (measured, flag, window), only_first=True)
+        squares = [form((), jnp.float32)] * len(jax.tree.leaves(self._stepped_params))
+        figures, last_counts = self._figures_form(), _last_counts(abstract)
+        self._measure = programs.on_devices(
+            "measure", measure, (squares, figures, last_counts), only_first=True
+        )
+        measured = jax.eval_shape(measure, squares, figures, last_counts)
+        flag = form((), jnp.bool_)
+        window = jax.tree.map(lambda x: form(x.shape, x.dtype), abstract.spikes)
+        self._decide = programs.on_devices(
+            "decide", decide, (measured, flag, window), only_first=True
+        )
 
-        moments, scalars = self._apart.split(abstract.opt_state)
-        float_gradient = [
-            _form(g.shape, g.dtype, x.sharding)
-            for g, x in zip(gradient, jax.tree.leaves(abstract.params), strict=True)
-        ]
-        columns = self._columns(abstract, float_gradient, moments)
-        self._cut = self._on_mesh("cut", self._pieces.cut, columns)
-        cut = jax.eval_shape(self._pieces.cut, columns)
-        scalar_forms = [_form(x.shape, x.dtype) for x in scalars]
-        factor = _form((), jnp.float32)
-        self._step = [
-            self._on_devices(
-                f"piece-{number}",
-                partial(step_piece, optimizer, group.decays),
-                (
-                    _as_columns(
-                        [_form((1, self._pieces.size), x.dtype) for x in pieces[0]], moments
-                    ),
-                    scalar_forms,
-                    factor,
-                    factor,
-                    flag,
-                    abstract_settings(),
-                ),
+    def _figures_form(self) -> BatchFigures:
+        nothing = jax.eval_shape(self._atoms.nothing)
+        figures: BatchFigures = jax.eval_shape(FigureSums.reduced, nothing.figures)
+        return figures
+
+    def _compile_balanced(self, abstract: TrainState, balance: Balance) -> None:
+        """Compiles the programs that step the routers' bias and keep the choices."""
+        programs = self._programs
+
+        def rebalance(
+            before: BalancedPart,
+            counts_NxE: jax.Array,
+            applies: jax.Array,
+            settings: UpdateSettings,
+        ) -> BalancedPart:
+            bias = balance.with_bias_stepped(before.bias, counts_NxE)
+            average = moved_average(before.average, bias, settings)
+            after = BalancedPart(bias, average, counts_NxE)
+            kept: BalancedPart = jax.tree.map(
+                lambda new, old: jnp.where(applies, new, old), after, before
             )
-            for number, (group, pieces) in enumerate(zip(self._pieces.groups, cut, strict=True))
+            return kept
+
+        part = _balanced_part(abstract)
+        counts, flag = jax.eval_shape(balance.no_counts), form((), jnp.bool_)
+        self._gather_balanced = programs.on_mesh("gather-bias", _same, part, out=programs.whole)
+        self._rebalance = programs.on_devices(
+            "bias", rebalance, (part, counts, flag, abstract_settings()), only_first=True
+        )
+        whole = jax.tree.map(lambda x: form(x.shape, x.dtype, programs.whole), part)
+        shardings = jax.tree.map(lambda x: x.sharding, part)
+        self._place_balanced = programs.on_mesh("place-bias", _same, whole, out=shardings)
+
+    def _compile_bands(self, abstract: TrainState, sums: list[ExactSum]) -> None:
+        """Compiles the programs of each band."""
+        moments, scalars = self._apart.split(_optimizer_state(abstract.opt_state))
+        self._num_moments = len(moments)
+        gradient = [
+            form(x.shape, jnp.float32, x.sharding) for x in jax.tree.leaves(self._stepped_params)
         ]
-        without_gradient = [
-            [[_form(x.shape, x.dtype, self._split) for x in piece[1:]] for piece in pieces]
-            for pieces in cut
+        columns = self._columns(abstract, gradient, moments)
+        scalar_forms = [form(x.shape, x.dtype) for x in scalars]
+        steps: dict[tuple[Any, bool], OnDevices] = {}
+        self._bands = []
+        for number, band in enumerate(self._pieces.bands):
+            of_band = _of_band(band, columns)
+            kind = band.dtype, band.decays
+            if kind not in steps:
+                dtypes = [column[0].dtype for column in of_band]
+                steps[kind] = self._compile_step(
+                    f"piece-{len(steps)}", band.decays, dtypes, scalar_forms
+                )
+            self._bands.append(
+                self._compile_band(
+                    str(number), band, [sums[place] for place in band.places], of_band, steps[kind]
+                )
+            )
+
+    def _compile_step(
+        self,
+        name: str,
+        decays: bool,
+        dtypes: Sequence[Any],
+        scalars: list[Any],
+    ) -> OnDevices:
+        """Compiles the update of a piece, whose columns have these types."""
+        piece = _as_columns([form((1, self._pieces.size), d) for d in dtypes], self._num_moments)
+        factor, flag = form((), jnp.float32), form((), jnp.bool_)
+        return self._programs.on_devices(
+            name,
+            partial(step_piece, self._config.optimizer, decays),
+            (piece, scalars, factor, factor, flag, abstract_settings()),
+        )
+
+    def _compile_band(
+        self,
+        name: str,
+        band: Band,
+        sums: list[ExactSum],
+        columns: list[list[Any]],
+        step: OnDevices,
+    ) -> BandPrograms:
+        programs, gradient, split = self._programs, columns[0], self._programs.split
+        has_copies = programs.mesh.size > 1
+
+        def reduce(sums: list[ExactSum]) -> tuple[list[jax.Array], list[jax.Array]]:
+            gradient = self._pieces.reduce(band, sums)
+            return gradient, gradient if has_copies else []
+
+        def squares(gradient: list[jax.Array], figures_F: jax.Array) -> list[jax.Array]:
+            denominator = _denominator(figures_F)
+            return [jnp.sum(jnp.square(g / denominator)) for g in gradient]
+
+        cut = partial(self._pieces.cut, band)
+        pieces = [
+            [form(x.shape, x.dtype, split) for x in piece[1:]]
+            for piece in jax.eval_shape(cut, columns)
         ]
-        out = [[x.sharding for x in column] for column in columns[1:]]
-        self._join = self._on_mesh("join", self._pieces.join, without_gradient, out=out)
-        self._hash = self._executable("hash", self._hasher.lower)
+        out = [x.sharding for x in gradient], [programs.whole] * len(gradient) * has_copies
+        whole = [form(x.shape, x.dtype) for x in gradient]
+        return BandPrograms(
+            programs.on_mesh(f"reduce-{name}", reduce, sums, out=out),
+            programs.on_devices(
+                f"squares-{name}", squares, (whole, self._figures_form().figures_F), only_first=True
+            ),
+            programs.on_mesh(f"cut-{name}", cut, columns),
+            step,
+            programs.on_mesh(
+                f"join-{name}",
+                partial(self._pieces.join, band),
+                pieces,
+                out=[[x.sharding for x in column] for column in columns[1:]],
+            ),
+        )
 
     def __call__(
         self,
@@ -267,84 +382,188 @@ class ReproducibleUpdate:
         Args:
           settings: numbers of numpy.
         """
-        first = self._devices[0]
-        sums = self._sums(state.params, batch, int(num_micro_batches))
-        reduced: Reduced = self._run(self._reduce, sums)
-        measured: Measured = self._measure[first](
-            _on(first, reduced.whole_gradient), _on(first, reduced.figures_F)
-        )
+        programs, first = self._programs, self._programs.devices[0]
+        sums = self._sums(state, batch, int(num_micro_batches))
+        figures: BatchFigures = on(first, programs.run(self._reduce, sums.figures))
+        gradient, squares = self._reduced(sums.gradient, figures)
+        measured: Measured = self._measure[first](squares, figures, on(first, _last_counts(state)))
 
-        moments, scalars = self._apart.split(state.opt_state)
-        columns = self._columns(state, reduced.gradient, moments)
-        pieces = self._run(self._cut, columns)
-
-        def step_pieces(applies: jax.Array) -> dict[jax.Device, list[list[NewPiece]]]:
-            new = {}
-            for device in self._devices:
-                factors = jax.device_put(
-                    (measured.denominator, measured.shrink, applies), SingleDeviceSharding(device)
-                )
-                new[device] = [
-                    [
-                        step[device](
-                            _as_columns(_on(device, piece), moments),
-                            _on(device, scalars),
-                            *factors,
-                            settings,
-                        )
-                        for piece in of_group
-                    ]
-                    for step, of_group in zip(self._step, pieces, strict=True)
-                ]
-            return new
-
+        moments, scalars = self._apart.split(_optimizer_state(state.opt_state))
+        columns = self._columns(state, gradient, moments)
+        step = partial(self._step_pieces, scalars=scalars, measured=measured, settings=settings)
         is_state_finite = True
         if may_overflow(self._config.optimizer, settings, np):
-            tried = step_pieces(jax.device_put(np.bool_(True), first))
+            applies = jax.device_put(np.bool_(True), first)
             here = [
-                piece.is_finite
-                for groups in tried.values()
-                for pieces_of_group in groups
-                for piece in pieces_of_group
+                new[device].is_finite
+                for band, of_band in zip(self._pieces.bands, self._bands, strict=True)
+                for new in step(of_band, _of_band(band, columns), applies=applies)
+                for device in programs.devices
             ]
             is_state_finite = all(gather(bool(np.all(jax.device_get(here)))))
         decided: Decided = self._decide[first](
-            measured, np.bool_(is_state_finite), _on(first, state.spikes)
+            measured, np.bool_(is_state_finite), on(first, state.spikes)
         )
-        new = step_pieces(decided.applies)
-        state = self._joined(state, new, decided.window)
-        hashes = self._run(self._hash, list(named_arrays(state).values()))
+        state = self._stepped(state, columns, partial(step, applies=decided.applies))
+        state = self._balanced(state, figures.counts, decided.applies, settings)
+        state = state._replace(spikes=programs.everywhere(decided.window))
+        hashes = programs.run(self._hash, list(named_arrays(state).values()))
         return state, StepMetrics(
             measured.loss,
             measured.weight,
             measured.grad_norm,
             decided.skipped,
             measured.noise_parts,
-            *_on(first, (reduced.fingerprint_4, reduced.tokens)),
+            figures.fingerprint_4,
+            figures.tokens,
             measured.others,
-            None,
+            measured.routing,
             decided.is_spike,
-            _on(first, hashes),
+            on(first, hashes),
         )
 
-    def _sums(self, params: State, batch: Batch, num_micro_batches: int) -> AtomSums:
+    def _sums(self, state: TrainState, batch: Batch, num_micro_batches: int) -> AtomSums:
         """Returns the exact sums of each device's atoms, [N, ...]."""
-        leaves = jax.tree.leaves(params)
-        whole = leaves if self._mesh.size == 1 else self._run(self._gather, leaves)
-        rows = batch if self._arrange is None else self._run(self._arrange, batch)
-        sums = {device: self._nothing[device]() for device in self._devices}
-        params_here = {
-            device: jax.tree.unflatten(self._structure, _on(device, whole))
-            for device in self._devices
+        programs, leaves = self._programs, jax.tree.leaves((state.params, state.frozen))
+        whole = leaves if programs.mesh.size == 1 else programs.run(self._gather, leaves)
+        models_here = {
+            device: jax.tree.unflatten(self._models, on(device, whole))
+            for device in programs.devices
         }
-        rows_here = {device: _on(device, rows) for device in self._devices}
-        for j in range(num_micro_batches):
-            for k in range(self._atoms_per_pass):
-                for device in self._devices:
-                    atom = self._take[device](rows_here[device], np.int32(j), np.int32(k))
-                    sums[device] = self._add[device](params_here[device], sums[device], atom)
-        total: AtomSums = self._of_devices([sums[device] for device in self._devices])
+        scale = self._scale_of(state, batch, num_micro_batches)
+        sums = {device: self._nothing[device]() for device in programs.devices}
+        for atoms in self._rows.of(batch, num_micro_batches):
+            for device, atom in atoms.items():
+                sums[device] = self._add[device](
+                    *models_here[device], scale[device], sums[device], atom
+                )
+        total: AtomSums = programs.of_devices([sums[device] for device in programs.devices])
         return total
+
+    def _scale_of(
+        self, state: TrainState, batch: Batch, num_micro_batches: int
+    ) -> dict[jax.Device, Scale | None]:
+        """Returns the balance terms' facts of the whole batch on each device; None without such
+        terms.
+        """
+        programs, first = self._programs, self._programs.devices[0]
+        if self._weigh is None:
+            return dict.fromkeys(programs.devices)
+        weights = {device: jax.device_put(self._no_weights, device) for device in programs.devices}
+        for atoms in self._rows.of(batch, num_micro_batches):
+            for device, atom in atoms.items():
+                weights[device] = self._weigh[device](weights[device], atom)
+        parts = programs.of_devices([weights[device] for device in programs.devices])
+        whole = on(first, programs.run(self._gather_weights, parts))
+        scale = self._scale[first](whole, on(first, _last_counts(state)))
+        return {d: jax.device_put(scale, SingleDeviceSharding(d)) for d in programs.devices}
+
+    def _reduced(
+        self, sums: list[ExactSum], figures: BatchFigures
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the gradient of the batch's sum, in the shards of the parameters, and the sum of
+        squares of each array of the mean gradient; frees the sums.
+        """
+        first = self._programs.devices[0]
+        gradient: dict[int, jax.Array] = {}
+        squares: dict[int, jax.Array] = {}
+        for band, of_band in zip(self._pieces.bands, self._bands, strict=True):
+            of_places = [sums[place] for place in band.places]
+            shards, whole = self._programs.run(of_band.reduce, of_places)
+            free(of_places)
+            gradient.update(zip(band.places, shards, strict=True))
+            of_arrays = of_band.squares[first](on(first, whole or shards), figures.figures_F)
+            squares.update(zip(band.places, of_arrays, strict=True))
+        places = range(len(sums))
+        return [gradient[place] for place in places], [squares[place] for place in places]
+
+    def _step_pieces(
+        self,
+        band: BandPrograms,
+        columns: list[list[jax.Array]],
+        scalars: list[Any],
+        measured: Measured,
+        settings: UpdateSettings,
+        applies: jax.Array,
+    ) -> Iterator[dict[jax.Device, NewPiece]]:
+        """Yields the pieces of a band after the update, on this host's devices."""
+        devices = self._programs.devices
+        factors = measured.denominator, measured.shrink, applies
+        factors_here = {d: jax.device_put(factors, SingleDeviceSharding(d)) for d in devices}
+        for piece in self._programs.run(band.cut, columns):
+            yield {
+                device: band.step[device](
+                    _as_columns(on(device, piece), self._num_moments),
+                    on(device, scalars),
+                    *factors_here[device],
+                    settings,
+                )
+                for device in devices
+            }
+            free(piece)
+
+    def _stepped(
+        self,
+        state: TrainState,
+        columns: list[list[jax.Array]],
+        step: Callable[[BandPrograms, list[list[jax.Array]]], Iterator[dict[jax.Device, NewPiece]]],
+    ) -> TrainState:
+        """Returns the state after the update; frees its columns."""
+        programs, first = self._programs, self._programs.devices[0]
+        new: list[dict[int, jax.Array]] = [{} for _ in columns[1:]]
+        scalars: list[jax.Array] = []
+        for band, of_band in zip(self._pieces.bands, self._bands, strict=True):
+            old = _of_band(band, columns)
+            pieces = list(step(of_band, old))
+            free(old)
+            scalars = pieces[0][first].scalars
+            arrays = [
+                programs.of_devices([_arrays(piece[device]) for device in programs.devices])
+                for piece in pieces
+            ]
+            for arrays_of, column in zip(new, programs.run(of_band.join, arrays), strict=True):
+                arrays_of.update(zip(band.places, column, strict=True))
+            free(arrays)
+        joined = [
+            jax.tree.unflatten(self._structure, [column[place] for place in range(len(column))])
+            for column in new
+        ]
+        balance = self._atoms.balance
+        average = state.average
+        if average is not None:
+            average = with_learned(average, joined.pop(), balance)
+        params, *moments = joined
+        opt_state = self._apart.joined(moments, programs.everywhere(scalars))
+        if isinstance(state.opt_state, BalancedState):
+            opt_state = state.opt_state._replace(optimizer=opt_state)
+        return state._replace(
+            params=with_learned(state.params, params, balance),
+            opt_state=opt_state,
+            average=average,
+        )
+
+    def _balanced(
+        self,
+        state: TrainState,
+        counts: RoutingCounts | None,
+        applies: jax.Array,
+        settings: UpdateSettings,
+    ) -> TrainState:
+        """Returns the state with the routers' bias and the choices of this update."""
+        programs, balance = self._programs, self._atoms.balance
+        if balance is None or counts is None:
+            return state
+        first = programs.devices[0]
+        before = on(first, programs.run(self._gather_balanced, _balanced_part(state)))
+        after = self._rebalance[first](before, counts.choices_1xNxE, applies, settings)
+        bias, average, last_counts = programs.run(self._place_balanced, programs.everywhere(after))
+        if average is not None and state.average is not None:
+            average = with_learned(average, learned(state.average, balance), balance)
+        return state._replace(
+            params=with_learned(bias, learned(state.params, balance), balance),
+            opt_state=state.opt_state._replace(last_counts_NxE=last_counts),
+            average=average,
+        )
 
     def _columns(
         self, state: TrainState, gradient: list[jax.Array], moments: list[Any]
@@ -352,106 +571,51 @@ class ReproducibleUpdate:
         """Returns what each parameter has in a state, with its gradient, in the order of
         `Columns`.
         """
-        average = [] if state.average is None else [state.average]
-        return [gradient, *map(jax.tree.leaves, (state.params, *moments, *average))]
-
-    def _joined(
-        self,
-        state: TrainState,
-        new: dict[jax.Device, list[list[NewPiece]]],
-        window: SpikeWindow | None,
-    ) -> TrainState:
-        """Returns the state after the update from its pieces on this host's devices."""
-
-        def arrays(piece: NewPiece) -> list[jax.Array]:
-            average = [] if piece.average is None else [piece.average]
-            return [piece.params, *piece.moments, *average]
-
-        pieces = self._of_devices(
-            [[[arrays(piece) for piece in of_group] for of_group in new[d]] for d in self._devices]
-        )
-        columns = [
-            jax.tree.unflatten(self._structure, column) for column in self._run(self._join, pieces)
-        ]
-        average = None if state.average is None else columns.pop()
-        params, *moments = columns
-        scalars = self._everywhere(new[self._devices[0]][0][0].scalars)
-        return state._replace(
-            params=params,
-            opt_state=self._apart.joined(moments, scalars),
-            average=average,
-            spikes=self._everywhere(window),
-        )
-
-    def _of_devices(self, trees: list[T]) -> T:
-        """Returns arrays [N, ...] of arrays [1, ...] on each of this host's devices."""
-
-        def joined(*parts: jax.Array) -> jax.Array:
-            shape = (self._mesh.size, *parts[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, self._split, parts)
-
-        tree: T = jax.tree.map(joined, *trees)
-        return tree
-
-    def _everywhere(self, tree: T) -> T:
-        """Returns arrays whole on every device, from this host's first device."""
-
-        def copied(x: jax.Array) -> jax.Array:
-            copies = [jax.device_put(x, SingleDeviceSharding(d)) for d in self._devices]
-            return jax.make_array_from_single_device_arrays(x.shape, self._whole, copies)
-
-        copies: T = jax.tree.map(copied, tree)
-        return copies
-
-    def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
-        """Runs a program on the mesh."""
-        result = program(*arguments)
-        return jax.block_until_ready(result) if self._takes_turns else result
-
-    def _on_mesh(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *arguments: Any,
-        out: Any = None,
-    ) -> jax.stages.Compiled:
-        """Compiles a program on the mesh for the forms of its arguments."""
-        jitted = jax.jit(function, out_shardings=out)
-        return self._executable(name, lambda: jitted.lower(*arguments))
-
-    def _on_devices(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        only_first: bool = False,
-        donated: tuple[int, ...] = (),
-    ) -> dict[jax.Device, jax.stages.Compiled]:
-        """Compiles a program for this host's first device alone, and loads it on the others."""
-        first = self._devices[0]
-        place = SingleDeviceSharding(first)
-        jitted = jax.jit(function, out_shardings=place, donate_argnums=donated)
-        forms = jax.tree.map(lambda x: _form(x.shape, x.dtype, place), arguments)
-        devices = self._devices[:1] if only_first else self._devices
-        return self._executables(name, lambda: jitted.lower(*forms), devices)
+        trees = [state.params, *moments, *([] if state.average is None else [state.average])]
+        balance = self._atoms.balance
+        return [gradient, *(jax.tree.leaves(learned(tree, balance)) for tree in trees)]
 
 
-def _form(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def _denominator(figures_F: jax.Array) -> jax.Array:
+    """Returns the weight of a batch, or 1 for one without weight."""
+    weight = figures_F[Figures._fields.index("weight")]
+    return jnp.where(weight > 0, weight, 1.0)
 
 
-def _on(device: jax.Device, tree: T) -> T:
-    """Returns a device's parts of arrays."""
-
-    def part(x: jax.Array) -> Any:
-        return next(shard.data for shard in x.addressable_shards if shard.device == device)
-
-    parts: T = jax.tree.map(part, tree)
-    return parts
+def _same(tree: T) -> T:
+    return tree
 
 
-def _as_columns(arrays: Sequence[Any], moments: Sequence[Any]) -> Columns:
-    """Returns the columns of arrays in their order, for a state with these moments."""
+def _optimizer_state(opt_state: optax.OptState) -> optax.OptState:
+    """Returns the optimizer's own state."""
+    return opt_state.optimizer if isinstance(opt_state, BalancedState) else opt_state
+
+
+def _last_counts(state: TrainState) -> jax.Array | None:
+    """Returns the choices of the update before, of a model with experts."""
+    if not isinstance(state.opt_state, BalancedState):
+        return None
+    last_counts: Any = state.opt_state.last_counts_NxE
+    counts: jax.Array = last_counts
+    return counts
+
+
+def _balanced_part(state: TrainState) -> BalancedPart:
+    average = None if state.average is None else routers_bias(state.average)
+    return BalancedPart(routers_bias(state.params), average, state.opt_state.last_counts_NxE)
+
+
+def _of_band(band: Band, columns: list[list[Any]]) -> list[list[Any]]:
+    return [[column[place] for place in band.places] for column in columns]
+
+
+def _arrays(piece: NewPiece) -> list[jax.Array]:
+    """Returns the columns of a new piece."""
+    return [piece.params, *piece.moments, *([] if piece.average is None else [piece.average])]
+
+
+def _as_columns(arrays: Sequence[Any], num_moments: int) -> Columns:
+    """Returns the columns of arrays in their order."""
     gradient, params, *others = arrays
-    average = others[len(moments) :]
-    return Columns(gradient, params, others[: len(moments)], average[0] if average else None)
+    average = others[num_moments:]
+    return Columns(gradient, params, others[:num_moments], average[0] if average else None)

@@ -1,0 +1,73 @@
+"""The rows of batches, taken from them an atom at a time on each device.
+
+These programs move rows alone, so they need not be the same in every layout.
+
+Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row, N devices, r rows
+of an atom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.update.reproducible.programs import DevicePrograms, form, on
+
+
+class AtomRows:
+    """The atoms of batches of a shape.
+
+    Args:
+      num_rows: r.
+
+    Attributes:
+      form: of an atom's rows, [r, L].
+    """
+
+    def __init__(
+        self, programs: DevicePrograms, placement: Placement, shape: BatchShape, num_rows: int
+    ) -> None:
+        self._programs = programs
+        arrange, staged = placement.arrange(shape.micro_batch), placement.abstract_batch(shape)
+
+        def arrange_all(batch: Batch) -> Batch:
+            arranged: Batch = jax.lax.map(arrange, batch)
+            return arranged
+
+        self._arrange = None
+        if isinstance(staged.tokens, tuple):  # of load expansion
+            self._arrange = programs.on_mesh("arrange", arrange_all, staged)
+        per_device = shape.micro_batch // programs.mesh.size
+        self._atoms_per_pass = per_device // num_rows
+        batch, self.form = (
+            Batch(*(None if x is None else form((*size, x.shape[-1]), x.dtype) for x in of_slots))
+            for of_slots in [[x[0] if isinstance(x, tuple) else x for x in staged]]
+            for size in ((shape.max_micro_batches, per_device), (num_rows,))
+        )
+
+        def take(batch: Batch, j: jax.Array, k: jax.Array) -> Batch:
+            taken: Batch = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x[j], k * num_rows, num_rows), batch
+            )
+            return taken
+
+        index = form((), jnp.int32)
+        self._take = programs.on_devices("take", take, (batch, index, index))
+
+    def of(self, batch: Batch, num_micro_batches: int) -> Iterator[dict[jax.Device, Batch]]:
+        """Yields the atoms of a batch's first micro-batches, one on each of this host's devices at
+        a time.
+        """
+        programs = self._programs
+        rows = batch if self._arrange is None else programs.run(self._arrange, batch)
+        rows_here = {device: on(device, rows) for device in programs.devices}
+        for j in range(num_micro_batches):
+            for k in range(self._atoms_per_pass):
+                yield {
+                    device: self._take[device](rows_here[device], np.int32(j), np.int32(k))
+                    for device in programs.devices
+                }

@@ -1,0 +1,93 @@
+"""What a reproducible update holds in memory beside its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.run.compile.background import compile_here
+from maxbatch.update.gradients import NEXT_TOKEN
+from maxbatch.update.reproducible import pieces
+from maxbatch.update.reproducible.update import ReproducibleUpdate
+from maxbatch.update.state import abstract_state, init_state
+from tests.helpers.tiny import LENGTH, some_rows, tiny_config
+
+MODEL = (
+    "reproducible_sums=true",
+    "base_emb_dim=128",
+    "base_mlp_dim=512",
+    "base_num_decoder_layers=4",
+    "head_dim=32",
+)
+
+
+class Peak:
+    """The most bytes that are in memory while a program runs, by the compiler's figures."""
+
+    def __init__(self) -> None:
+        self.of_program: dict[str, int] = {}
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        compiled = compile_here(name, lower)
+        figures: Any = compiled.memory_analysis()
+        new = figures.output_size_in_bytes - figures.alias_size_in_bytes
+
+        def run(*arguments: Any) -> Any:
+            held = live_bytes() + new + figures.temp_size_in_bytes
+            self.of_program[name] = max(self.of_program.get(name, 0), held)
+            return compiled(*arguments)
+
+        return run
+
+    def executables(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], devices: Sequence[jax.Device]
+    ) -> Any:
+        return dict.fromkeys(devices, self.executable(name, lower))
+
+
+def live_bytes() -> int:
+    """The bytes of all arrays on devices, each buffer once."""
+    buffers = {
+        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+        for x in jax.live_arrays()
+        for shard in x.addressable_shards
+    }
+    return sum(buffers.values())
+
+
+def test_beside_its_state_an_update_holds_three_gradients_and_an_atom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_SMALLEST_BAND", 2**18)  # as of a large model
+    config, peak = tiny_config(*MODEL), Peak()
+    mesh = make_mesh(config, jax.devices()[:1])
+    abstract = abstract_state(config.update, mesh)
+    placement, shape = Placement(batch_sharding(mesh), LENGTH), BatchShape(2, 2)
+    update = ReproducibleUpdate(
+        config.update,
+        mesh,
+        abstract,
+        placement,
+        shape,
+        NEXT_TOKEN,
+        peak.executable,
+        peak.executables,
+    )
+    state = init_state(config.update, abstract)
+    beside = live_bytes()
+    settings = jax.tree.map(np.float32, UpdateSettings(1e-3))
+    batch = placement.stage(some_rows(4), 4, shape)
+    gradient = 4 * sum(x.size for x in jax.tree.leaves(abstract.params))
+    state, metrics = update(state, batch, 2, settings)
+    assert not metrics.skipped
+    held = {name: (bytes - beside) / gradient for name, bytes in peak.of_program.items()}
+    assert 3 < held.pop("atom") < 5.4
+    assert max(held.values()) < 3.3, held
