@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.model import balanced_rows
 from maxbatch.model.attention import attend
 from maxbatch.model.ring_attention import _Operands, _Ring, _Visitor
 from maxbatch.model.ring_splash import SplashVisits
@@ -49,10 +50,10 @@ def segments_of(length: int) -> np.ndarray:
             True,
             False,
         ),
-        # windows that reach two parts back, in a loop that runs layers of both kinds
+        # a loop that runs layers of both kinds
         (
-            {"tensor": 2, "context": 4},
-            ScoreRules(window=200, is_local=True, strategy="ring"),
+            {"fsdp": 2, "context": 2, "tensor": 2},
+            ScoreRules(window=100, is_local=True, strategy="ring"),
             False,
             True,
         ),
@@ -62,7 +63,7 @@ def segments_of(length: int) -> np.ndarray:
 def test_a_ring_of_kernels_attends_as_one_device_and_has_its_gradients(
     axes: dict[str, int], rules: ScoreRules, has_sinks: bool, is_traced: bool
 ) -> None:
-    length = 512
+    length = 512 if rules.is_balanced else 256
     constrain, segments = constrained(length, **axes), segments_of(length)
     draw = np.random.default_rng(0)
     arrays: list[Any] = [
@@ -99,7 +100,7 @@ def test_a_ring_of_kernels_attends_as_one_device_and_has_its_gradients(
 def test_in_balance_the_kernels_of_every_device_compute_as_many_blocks(
     num_parts: int, rules: ScoreRules, busiest: float
 ) -> None:
-    """Counted from the mask that each kernel gets."""
+    """Counted from the mask that each kernel gets: the blocks of the row's own mask."""
     size, tokens = 8, 1024
     visits = SplashVisits(rules, num_parts * size, is_interpreted=True)
     ring = _Ring("context", size, num_parts, rules, bool(rules.is_local), visits)
@@ -128,4 +129,12 @@ def test_in_balance_the_kernels_of_every_device_compute_as_many_blocks(
         jax.shard_map(of_device, mesh=mesh, in_specs=(), out_specs=P("context"), check_vma=False)
     )()
     blocks_of_devices = np.asarray(computed)
+    places = np.arange(num_parts * size * tokens // block) * block
+    if num_parts > 1:
+        places = balanced_rows.places(num_parts * size * tokens, size)[::block]
+    starts = np.arange(0, num_parts * size * tokens, block)
+    nearest = places[:, None] - starts[None] - block + 1
+    is_seen = (nearest < rules.window) if rules.is_local else True
+    seen = (places[:, None] >= starts[None]) & is_seen
+    np.testing.assert_array_equal(blocks_of_devices, seen.reshape(size, -1).sum(axis=1))
     assert blocks_of_devices.max() / blocks_of_devices.mean() == pytest.approx(busiest, abs=0.01)

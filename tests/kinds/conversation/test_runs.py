@@ -105,7 +105,6 @@ def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None
         ("packing=false", 4, 1, ("ici_data_parallelism=2",)),
         ("packing=true", 2, 2, ("ici_pipeline_parallelism=2",)),
         ("packing=true", 4, 1, RING),
-        ("packing=true", 4, 2, (*RING, "context_parallel_strategy=ulysses")),
     ],
     ids=[
         "accumulation 4",
@@ -113,7 +112,6 @@ def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None
         "4 devices, accumulation 2",
         "pipeline 2",
         "a ring of 4",
-        "all-to-alls of 4",
     ],
 )
 def test_the_update_does_not_depend_on_the_cut_of_its_rows(
