@@ -59,6 +59,14 @@ class Remat:
         return cls(False, on_device, on_host)
 
     @property
+    def of_products(self) -> Remat:
+        """Itself, or, in place of everything, matrix products and attention.
+
+        Of everything, a loop would keep copies of the layers' matrices too.
+        """
+        return Remat(False, _KEPT["minimal_with_context"], ()) if self.keeps_all else self
+
+    @property
     def policy(self) -> Any:
         """JAX's policy, of one that does not keep everything."""
         if not self.on_host:

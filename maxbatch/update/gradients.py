@@ -33,7 +33,7 @@ from maxbatch.parallel.trees import State, Tree
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.hashing import carry, limb_sums, row_hashes
 from maxbatch.update.balance import Balance, Scale
-from maxbatch.update.layer_gradients import SummingLayers
+from maxbatch.update.layer_gradients import AddLayer, SummingLayers, add_rounded
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
 from maxbatch.update.packed_rows import SHARDS, sample_hashes
@@ -133,25 +133,30 @@ class Totals(NamedTuple):
 
 
 class Accumulation:
-    """Accumulation of an objective's sums over micro-batches, inside a program."""
+    """Accumulation of an objective's sums over micro-batches, inside a program.
 
-    def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective) -> None:
+    Args:
+      remat: of layers that sum their gradients; None: the config's.
+    """
+
+    def __init__(
+        self,
+        config: UpdateConfig,
+        mesh: Mesh,
+        objective: Objective,
+        remat: Remat | None = None,
+    ) -> None:
         self._objective = objective
         self._model = model = ModelOnMesh(
             config, config.mesh, mesh, PARTIAL_AXES, objective.make_model
         )
-        remat = Remat.of(config.remat)
+        kept = remat or Remat.of(config.remat)
         self._adapters = adapters = adapters_of(config.adapters, config.quantization)
         is_own = objective.make_model is not None
         # otherwise most layers and the last ones are two loops
         loops_once = num_layers(config, LAST_LAYERS) == 0
-        self._sums_layers = (
-            config.scan_layers
-            and loops_once
-            and not model.has_pipeline
-            and not is_own
-            and not adapters
-        )
+        self.can_sum_layers = loops_once and not model.has_pipeline and not is_own and not adapters
+        self._sums_layers = config.scan_layers and self.can_sum_layers
         self.data_shards = mesh.shape["data"]
         self.balance = balance = None if is_own else Balance.from_config(config)
         trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
@@ -164,10 +169,17 @@ class Accumulation:
         )
 
         def loss_fn(
-            params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
+            params: State,
+            layer_sums: State,
+            others: State,
+            scale: Scale | None,
+            rows: Tree,
+            add: AddLayer = add_rounded,
         ) -> tuple[jax.Array, ObjectiveSums]:
             summing = (
-                SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
+                SummingLayers(layer_sums[LAYERS], kept, model.constrain, add)
+                if layer_sums
+                else None
             )
             whole = (
                 model.staged(adapters.applied(others, params))
@@ -183,8 +195,9 @@ class Accumulation:
                 minimised += balance.term(sums.routing, scale)
             return minimised, sums
 
+        self._gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
         self._partial_gradients = jax.vmap(
-            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
+            self._gradients,
             in_axes=(None, 0, None, None, 0),
             axis_name=SHARDS,
             spmd_axis_name="data",
@@ -295,38 +308,44 @@ class Accumulation:
             None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
         )
 
-    def alone(self, weights: Weights, rows: Tree, scale: Scale | None = None) -> Totals:
-        """Returns the sums of one micro-batch without others, for `staged` parameters.
+    def alone(
+        self,
+        weights: Weights,
+        rows: Tree,
+        layers: State,
+        add: AddLayer,
+        scale: Scale | None = None,
+    ) -> tuple[Totals, State]:
+        """Returns the sums of rows on a mesh of one device, for `staged` parameters, without an
+        accumulator, and the sums of the layers with their gradients.
 
-        It keeps no sums beside the gradient, and measures no parts of the noise scale.
+        It measures no parts of the noise scale.
+
+        Args:
+          layers: sums of the layers, which the gradient then lacks, as `add` takes them; or empty.
         """
-        shards = self._shards(rows)
-        no_layers = nnx.State({})
-        others = no_layers if weights.frozen is None else weights.frozen
-        (_, sums), (gradient, _) = self._partial_gradients(
-            weights.trained, no_layers, others, scale, shards
-        )
-        limbs, nothing = jnp.zeros((self.data_shards, 4), jnp.uint32), jnp.zeros_like(sums.loss)
-        return self._total(
+        of_layers, rest = self._apart(weights.trained, bool(layers))
+        others = of_layers if weights.frozen is None else weights.frozen
+        (_, sums), (gradient, layers) = self._gradients(rest, layers, others, scale, rows, add)
+        nothing, shards = jnp.float32(0), self._shards(rows)
+        totals = Totals(
             gradient,
             sums.loss,
             sums.weight,
             sums.others,
             NoiseParts(nothing, nothing, nothing),
-            self._add_fingerprints(limbs, shards),
-            _num_tokens(shards),
+            self._add_fingerprints(jnp.zeros((1, 4), jnp.uint32), shards)[0],
+            _num_tokens(shards)[0],
             sums.routing,
         )
+        return totals, layers
 
     def total(self, sums: Sums) -> Totals:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
-        return self._total(nnx.merge_state(sums.accumulator.acc_grads, sums.layers), *sums[2:])
-
-    def _shards(self, rows: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
-
-    def _total(self, gradients: State, *others: Any) -> Totals:
-        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *others)))
+        gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
+        totals = Totals(
+            *jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:]))
+        )
         if totals.routing is not None:
             totals = totals._replace(
                 routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4))
@@ -335,8 +354,11 @@ class Accumulation:
             totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
 
+    def _shards(self, rows: Tree) -> Any:
+        return jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
 
-def _num_tokens(shards: Tree) -> jax.Array:
+
+def _num_tokens(shards: TokenRows) -> jax.Array:
     return jnp.sum(shards.segments != 0, axis=(1, 2), dtype=jnp.uint32)
 
 

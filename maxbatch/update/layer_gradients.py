@@ -10,6 +10,9 @@ themselves, so `jax.grad` with respect to them returns sums plus gradients.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,17 @@ from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.parallel.trees import State, Tree
 
+AddLayer = Callable[[Any, jax.Array, jax.Array], Any]
+
+
+def add_rounded(summed: jax.Array, gradient: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the plain sums of a parameter with a layer's gradient."""
+    before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
+    array: jax.Array = jax.lax.dynamic_update_index_in_dim(
+        summed, before + gradient.astype(summed.dtype), index, axis=0
+    )
+    return array
+
 
 @dataclasses.dataclass(eq=False)  # arrays cannot be compared; flax compares identity
 class SummingLayers:
@@ -31,9 +45,11 @@ class SummingLayers:
     themselves get none. A second run within one gradient would count the sums twice, so it raises.
     """
 
-    sums: Tree  # float32 arrays, like the stacked parameters of the layers
+    sums: Tree  # float32, like the stacked parameters of the layers, or several arrays for each
     remat: Remat  # values kept by a layer's forward pass for its backward pass
     constrain: Constrain  # places activations inside of a layer
+    # (sums of a parameter, a layer's gradient, its number) -> the sums with this gradient
+    add: AddLayer = add_rounded
     _has_run: bool = dataclasses.field(default=False, init=False)
 
     def order(self, num_layers: int) -> np.ndarray:
@@ -68,7 +84,7 @@ class SummingLayers:
             carried: tuple[jax.Array, Tree], numbered: tuple[jax.Array, Stacked]
         ) -> tuple[tuple[jax.Array, Tree], Sums]:
             (x_MxLxD, sums), (index, element) = carried, numbered
-            parameters, sums = _tie(element.parameters, sums, index)
+            parameters, sums = _tie(self.add, element.parameters, sums, index)
             x_MxLxD, of_layer = layer(x_MxLxD, slots, element._replace(parameters=parameters))
             return (x_MxLxD, sums), of_layer
 
@@ -79,28 +95,30 @@ class SummingLayers:
         return _turn_round(x_MxLxD, sums), of_layers
 
 
-@jax.custom_vjp
-def _tie(parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tie(add: AddLayer, parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
     """Returns a layer's parameters and the sums unchanged; the backward pass adds the layer's
     gradient to the sums.
     """
-    del index
+    del add, index
     return parameters, sums
 
 
-def _tie_backward(index: jax.Array, gradients: tuple[Tree, Tree]) -> tuple[None, Tree, None]:
-    def add(summed: jax.Array, gradient: jax.Array) -> jax.Array:
-        before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
-        array: jax.Array = jax.lax.dynamic_update_index_in_dim(
-            summed, before + gradient.astype(summed.dtype), index, axis=0
-        )
-        return array
+def _tie_forward(
+    add: AddLayer, parameters: State, sums: Tree, index: jax.Array
+) -> tuple[tuple[State, Tree], jax.Array]:
+    del add
+    return (parameters, sums), index
 
+
+def _tie_backward(
+    add: AddLayer, index: jax.Array, gradients: tuple[Tree, Tree]
+) -> tuple[None, Tree, None]:
     of_layer, sums = gradients
-    return None, jax.tree.map(add, sums, of_layer), None
+    return None, jax.tree.map(lambda g, summed: add(summed, g, index), of_layer, sums), None
 
 
-_tie.defvjp(lambda parameters, sums, index: ((parameters, sums), index), _tie_backward)
+_tie.defvjp(_tie_forward, _tie_backward)
 
 
 @jax.custom_vjp

@@ -13,16 +13,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import Batch
+from maxbatch.families.parameter import LAYERS
 from maxbatch.model.experts.routing import RoutingSums, carried
+from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.trees import State
 from maxbatch.system.hashing import carry
-from maxbatch.update.balance import Balance, Scale, learned
+from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.gradients import Accumulation, Objective
 from maxbatch.update.reproducible.exact_sums import (
     ExactSum,
+    empty_bits,
     empty_sum,
     merged,
     rounded,
@@ -79,8 +83,15 @@ class FigureSums(NamedTuple):
 class AtomSums(NamedTuple):
     """Exact sums over atoms."""
 
-    gradient: list[ExactSum]  # of the parameters that an optimizer steps, in their order
+    gradient: list[ExactSum]  # of the parameters, in their order: `empty_bits` with summands
     figures: FigureSums
+
+
+class LayerSums(NamedTuple):
+    """The sums of a stacked parameter of the layers, while an atom's gradients are added to it."""
+
+    gradient: ExactSum  # `empty_bits` with summands
+    squares: jax.Array  # float32: of the atom's gradient
 
 
 class Weights(NamedTuple):
@@ -120,7 +131,9 @@ class Atoms:
         objective: Objective,
         abstract: TrainState,
     ) -> None:
-        self._accumulation = Accumulation(config, mesh_of(device), objective)
+        self._accumulation = Accumulation(
+            config, mesh_of(device), objective, Remat.of(config.remat).of_products
+        )
         self._objective, self._abstract = objective, abstract
         self._measures_noise = config.optimizer.gradient_noise_scale
 
@@ -141,9 +154,8 @@ class Atoms:
         if self.balance is not None:
             routing = RoutingSums.nothing(self.balance.num_layers, self.balance.num_experts)
             counts = _counts(routing)
-        steps = jax.tree.leaves(learned(self._abstract.params, self.balance))
         return AtomSums(
-            [empty_sum((1, *x.shape)) for x in steps],
+            [empty_bits((1, *x.shape)) for x in jax.tree.leaves(self._abstract.params)],
             FigureSums(
                 empty_sum((1, self.num_figures)),
                 jnp.zeros((1, 4), jnp.uint32),
@@ -180,14 +192,29 @@ class Atoms:
           rows: [r, L] arrays.
         """
         accumulation, before = self._accumulation, sums.figures
-        totals = accumulation.alone(accumulation.staged(params, frozen), rows, scale)
+        weights, gradient = accumulation.staged(params, frozen), list(sums.gradient)
+        places = jax.tree.unflatten(jax.tree.structure(params), range(len(gradient)))
+        has_sums = nnx.PathContains(LAYERS) if accumulation.can_sum_layers else lambda *_: False
+        places_of_layers, places_of_rest = nnx.split_state(places, has_sums, ...)
+        layers = jax.tree.map(
+            lambda place: LayerSums(ExactSum(*(x[0] for x in gradient[place])), jnp.float32(0)),
+            places_of_layers,
+        )
+        totals, layers = accumulation.alone(weights, rows, layers, self._add_layer, scale)
 
-        steps = jax.tree.leaves(learned(totals.gradient, self.balance))
-        gradient = [g.astype(jnp.float32) for g in steps]
-        squares = jnp.float32(0)
-        if self._measures_noise:
-            squares = jnp.stack([jnp.sum(jnp.square(g)) for g in gradient]).sum()
-        figures = Figures(totals.loss, totals.weight, squares, jnp.square(totals.weight))
+        squares = []
+        of_layers = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerSums))
+        for place, of_layer in zip(jax.tree.leaves(places_of_layers), of_layers, strict=True):
+            gradient[place] = ExactSum(*(x[None] for x in of_layer.gradient))
+            squares.append(of_layer.squares)
+        of_rest = jax.tree.leaves(totals.gradient)
+        for place, array in zip(jax.tree.leaves(places_of_rest), of_rest, strict=True):
+            g = array.astype(jnp.float32)
+            gradient[place] = with_summand_in_place(gradient[place], g[None])
+            squares.append(self._squares(g))
+
+        weight = totals.weight
+        figures = Figures(totals.loss, weight, jnp.stack(squares).sum(), jnp.square(weight))
         others = [totals.others[name] for name in self._objective.others]
         figures_F, counts = jnp.stack([*figures, *others]), None
         if totals.routing is not None and before.counts is not None:
@@ -197,10 +224,7 @@ class Atoms:
             added: RoutingCounts = jax.tree.map(jnp.add, before.counts, _counts(routing))
             counts = added._replace(limbs_1xNx4=carried(added.limbs_1xNx4))
         return AtomSums(
-            [
-                with_summand_in_place(s, g[None])
-                for s, g in zip(sums.gradient, gradient, strict=True)
-            ],
+            gradient,
             FigureSums(
                 with_summand(before.figures_1xF, figures_F[None]),
                 carry(jnp, before.fingerprint_1x4[0] + totals.fingerprint)[None],
@@ -208,6 +232,17 @@ class Atoms:
                 counts,
             ),
         )
+
+    def _add_layer(self, sums: LayerSums, gradient: jax.Array, layer: jax.Array) -> LayerSums:
+        """Returns the sums of a stacked parameter with the gradient of one of its layers."""
+        g = gradient.astype(jnp.float32)
+        return LayerSums(
+            with_summand_in_place(sums.gradient, g, layer), sums.squares + self._squares(g)
+        )
+
+    def _squares(self, gradient: jax.Array) -> jax.Array:
+        """Returns the sum of the squares of an array; 0 if nobody needs it."""
+        return jnp.sum(jnp.square(gradient)) if self._measures_noise else jnp.float32(0)
 
     def others_of(self, figures_F: jax.Array) -> dict[str, jax.Array]:
         """Returns the objective's other sums."""

@@ -59,34 +59,49 @@ def with_summand(sums: ExactSum, x: jax.Array) -> ExactSum:
     return _packed(_Digits(level, *(a + b for a, b in parts)))
 
 
-def with_summand_in_place(sums: ExactSum, x: jax.Array) -> ExactSum:
-    """Adds an array as `with_summand` does, by slabs: where the sums are donated, only a slab of
-    them is in memory twice. Slabs of zeros are left out.
+def empty_bits(shape: tuple[int, ...]) -> ExactSum:
+    """Returns sums without a summand, the bits of whose integers are those of float32.
+
+    So they can pass as gradients of float32.
+    """
+    return ExactSum(*(jnp.zeros(shape, jnp.float32) for _ in ExactSum._fields))
+
+
+def with_summand_in_place(sums: ExactSum, x: jax.Array, layer: jax.Array | int = 0) -> ExactSum:
+    """Adds an array to `empty_bits` as `with_summand` does, by slabs: where the sums are donated,
+    only a slab of them is in memory twice. Slabs of zeros are left out.
+
+    Args:
+      sums: arrays like x, or stacked ones.
+      layer: of the stack, to which x is added.
     """
     slabs = Slabs.of(x.shape)
-    if slabs.num_slabs == 1:
-        return with_summand(sums, x)
-    matrices, matrix = jax.tree.map(slabs.as_matrix, sums), slabs.as_matrix(x)
+    matrix, begin = slabs.as_matrix(x), layer * slabs.num_rows
+    matrices = ExactSum(*(part.reshape(-1, slabs.num_columns) for part in sums))
 
     def add_slab(number: jax.Array, sums: ExactSum) -> ExactSum:
         first = slabs.first_row(number)
         x = slabs.only_new(number, slabs.rows_at(matrix, first))
+        before = ExactSum(*(_as_int(slabs.rows_at(part, begin + first)) for part in sums))
         # A branch, so that no program joins the reads of a slab and the writes into one.
-        added = jax.lax.cond(
-            jnp.any(x != 0),
-            with_summand,
-            lambda sums, _: sums,
-            jax.tree.map(lambda part: slabs.rows_at(part, first), sums),
-            x,
+        added = jax.lax.cond(jnp.any(x != 0), with_summand, lambda sums, _: sums, before, x)
+        return ExactSum(
+            *(
+                jax.lax.dynamic_update_slice_in_dim(part, _as_float(slab), begin + first, 0)
+                for part, slab in zip(sums, added, strict=True)
+            )
         )
-        total: ExactSum = jax.tree.map(
-            lambda part, slab: jax.lax.dynamic_update_slice_in_dim(part, slab, first, 0),
-            sums,
-            added,
-        )
-        return total
 
-    return ExactSum(*(part.reshape(x.shape) for part in slabs.fold(add_slab, matrices)))
+    added: ExactSum = slabs.fold(add_slab, matrices)
+    return ExactSum(*(x.reshape(part.shape) for x, part in zip(added, sums, strict=True)))
+
+
+def _as_int(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.float32)
 
 
 def merged(sums: ExactSum, axes: tuple[str, ...] = ()) -> ExactSum:
@@ -124,18 +139,20 @@ def rounded(sums: ExactSum) -> jax.Array:
 
 
 def merged_and_rounded(sums: ExactSum, axes: tuple[str, ...] = ()) -> jax.Array:
-    """Returns `rounded(merged(sums, axes))`; without axes by slabs, as `with_summand_in_place`."""
+    """Returns `rounded(merged(sums, axes))` of `empty_bits` with summands; without axes by slabs."""
     shape = sums.high.shape[1:]
     slabs = Slabs.of(shape)
     if axes or slabs.num_slabs == 1:
-        return rounded(merged(sums, axes))
+        return rounded(merged(ExactSum(*map(_as_int, sums)), axes))
     matrices = ExactSum(*(jax.vmap(slabs.as_matrix)(part) for part in sums))
 
     def round_slab(number: jax.Array, total: jax.Array) -> jax.Array:
         first = slabs.first_row(number)
-        slab = ExactSum(*(jax.lax.dynamic_slice_in_dim(x, first, slabs.rows, 1) for x in matrices))
-        of_slab = rounded(merged(slab))
-        array: jax.Array = jax.lax.dynamic_update_slice_in_dim(total, of_slab, first, 0)
+        parts = (jax.lax.dynamic_slice_in_dim(x, first, slabs.rows, 1) for x in matrices)
+        slab = ExactSum(*map(_as_int, parts))
+        array: jax.Array = jax.lax.dynamic_update_slice_in_dim(
+            total, rounded(merged(slab)), first, 0
+        )
         return array
 
     nothing = jnp.zeros((slabs.num_rows, slabs.num_columns), jnp.float32)

@@ -143,13 +143,16 @@ class ReproducibleUpdate:
         self._atoms = atoms = Atoms(config, programs.devices[0], objective, abstract)
         self._stepped_params = learned(abstract.params, atoms.balance)
         self._structure = jax.tree.structure(self._stepped_params)
+        leaves, model = jax.tree.flatten(abstract.params)
+        places = jax.tree.unflatten(model, range(len(leaves)))
+        self._places: list[int] = jax.tree.leaves(learned(places, atoms.balance))
         self._apart = MomentsApart(_optimizer_state(abstract.opt_state), self._structure)
         self._pieces = Pieces(config.optimizer, self._stepped_params, mesh)
         self._hasher = StateHasher(abstract, mesh)
         self._rows = AtomRows(programs, placement, shape, config.optimizer.reproducible_rows)
         sums = self._compile_atoms(abstract)
         self._compile_figures(abstract)
-        self._compile_bands(abstract, sums.gradient)
+        self._compile_bands(abstract, [sums.gradient[place] for place in self._places])
         if self._atoms.balance is not None:
             self._compile_balanced(abstract, self._atoms.balance)
         self._hash = executable("hash", self._hasher.lower)
@@ -385,7 +388,8 @@ class ReproducibleUpdate:
         programs, first = self._programs, self._programs.devices[0]
         sums = self._sums(state, batch, int(num_micro_batches))
         figures: BatchFigures = on(first, programs.run(self._reduce, sums.figures))
-        gradient, squares = self._reduced(sums.gradient, figures)
+        stepped = [sums.gradient[place] for place in self._places]
+        gradient, squares = self._reduced(stepped, figures)
         measured: Measured = self._measure[first](squares, figures, on(first, _last_counts(state)))
 
         moments, scalars = self._apart.split(_optimizer_state(state.opt_state))

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from maxbatch.plan.reproducible import MOST_ATOMS
+from maxbatch.update.reproducible import slabs
 from maxbatch.update.reproducible.exact_sums import (
     MOST_SUMMANDS,
     ExactSum,
+    empty_bits,
     empty_sum,
     merged,
+    merged_and_rounded,
     rounded,
     with_summand,
+    with_summand_in_place,
 )
 
 CASES, SUMMANDS = 1_000_000, 8
@@ -105,6 +109,23 @@ def test_infinities_and_nan_propagate(summands: np.ndarray, sums: np.ndarray) ->
         expected = np.where(np.isfinite(summands), 0, summands)[:, is_special].sum(axis=0)
     assert is_special.sum() > 1000
     np.testing.assert_array_equal(sums[is_special], expected)
+
+
+def test_sums_by_slabs_and_of_stacked_layers_are_those_of_whole_arrays(
+    monkeypatch: pytest.MonkeyPatch, summands: np.ndarray
+) -> None:
+    monkeypatch.setattr(slabs, "_VALUES", 16)
+    x = jnp.asarray(summands[:, :210].reshape(SUMMANDS, 2, 7, 15))  # of two layers
+
+    @jax.jit
+    def by_slabs(x: jax.Array) -> jax.Array:
+        total = empty_bits(x.shape[1:])
+        for part in x:
+            for layer in (1, 0):
+                total = with_summand_in_place(total, part[layer], layer)
+        return merged_and_rounded(ExactSum(*(bits[None] for bits in total)))
+
+    assert np.array_equal(bits(by_slabs(x)), bits(in_one(x)[1]))
 
 
 def test_a_sum_of_the_most_summands_does_not_overflow() -> None:
