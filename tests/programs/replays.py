@@ -238,7 +238,6 @@ def failure_of_corpus(
     from maxbatch.cli import main as main_of_maxbatch
     from maxbatch.run.pretraining import train as pretrain
     from tests.helpers.corpus import some_texts
-    from tests.helpers.tiny import read_metrics
 
     updates = 12  # of an epoch
     size, poison = updates * _ROWS - _PLANTED, _POISONS[number % len(_POISONS)]
@@ -278,11 +277,22 @@ def failure_of_corpus(
     if main_of_maxbatch(command):
         return "no fork"
     pretrain(load_config(str(fork / "config.yml")), jax.devices()[:1])
-    worst, mended = (
-        max(line["loss"] for line in read_metrics(folder)[updates:]) for folder in (run, fork)
+    worst, mended = (_worst_jump(folder, updates) for folder in (run, fork))
+    print(
+        f"  worst jump of the second epoch's loss {worst:.3f}, without the documents {mended:.3f}"
     )
-    print(f"  highest loss of the second epoch {worst:.2f}, without the documents {mended:.2f}")
-    return "" if mended < worst else f"the highest loss is {mended}, with the documents {worst}"
+    return "" if mended < worst else f"the loss jumps by {mended}, with the documents by {worst}"
+
+
+def _worst_jump(run: Path, updates: int) -> float:
+    """Returns how far a loss of the second epoch is above the mean of its two neighbours."""
+    from tests.helpers.tiny import read_metrics
+
+    losses = [line["loss"] for line in read_metrics(run)[updates:]]
+    return max(
+        loss - (before + after) / 2
+        for before, loss, after in zip(losses, losses[1:], losses[2:], strict=False)
+    )
 
 
 def failure_of_kills(run: Path, step: int, kills: int, chance: random.Random) -> str:
