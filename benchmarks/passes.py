@@ -3,12 +3,14 @@ sample.
 
 Lengths are drawn as in real data: log-normal, a tenth at the limit. Both sides take the same
 samples in passes of equally many rows, and their losses must agree. One side packs in the measured
-time, as the feed does.
+time, as the feed does. The FLOPs of an update are those of the products of its traced program,
+forward and backward, without those of attention, which grow with the length of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.update.state import abstract_state, init_state
 from maxbatch.update.step import abstract_settings, make_train_step
 
-BAR, ROW_BAR = 0.6, 0.97
+BAR, ROW_BAR, FLOPS_BAR = 0.6, 0.97, 1.1
 ROWS_PER_PASS = 2
 Side = Callable[[], tuple[float, float]]  # an update; returns its loss and gradient norm
 
@@ -52,6 +54,7 @@ def measure(quick: bool) -> list[Measurement]:
         seconds = seconds_in_turns({"rows": apart, "passes": together}, 2 if quick else 4)
         title = f"{name}, samples that share rows / a row a sample"
         measurements.append(ratio(title, seconds["passes"], seconds["rows"], bar=BAR))
+    measurements.append(_flops(config, rng))
     many = Passes.of(_lengths(rng, 256, 4096), 4096, ROWS_PER_PASS)
     for title, share, bar in (
         ("row_share of 256 samples", many.row_share, ROW_BAR),
@@ -78,25 +81,72 @@ def _rows(rng: np.random.Generator, lengths: np.ndarray, config: Config) -> RowA
     }
 
 
+def _flops(config: Config, rng: np.random.Generator) -> Measurement:
+    """Returns the FLOPs of an update of 256 samples outside of attention, over those that a row a
+    sample spends on as many slots as there are tokens.
+    """
+    length = 3 * config.base_emb_dim // 2  # unlike all widths, so that products of attention show
+    config = config.replaced({"max_target_length": length})
+    passes = Passes.of(_lengths(rng, 256, length), length, ROWS_PER_PASS)
+    shape = BatchShape(ROWS_PER_PASS, passes.num_passes)
+    together, apart = (
+        _products(_traced(config, packs, shape).jaxpr.jaxpr, length) for packs in (True, False)
+    )
+    spent = together * passes.num_passes
+    needed = apart / (ROWS_PER_PASS * length) * passes.num_tokens
+    title = "FLOPs outside of attention, 256 samples that share rows / of their tokens"
+    detail = {"num_passes": passes.num_passes, "slot_share": passes.slot_share}
+    return Measurement(title, spent / needed, bar=FLOPS_BAR, detail=detail)
+
+
+def _products(jaxpr: Any, length: int) -> int:
+    """Returns the FLOPs of the products of a traced program, each loop over passes taken once;
+    without products of an array that has the length twice, which are those of attention.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            inputs, output = [v.aval.shape for v in equation.invars], equation.outvars[0].aval.shape
+            if all(shape.count(length) < 2 for shape in (*inputs, output)):
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                total += 2 * math.prod(output) * math.prod(inputs[0][axis] for axis in contracted)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(_products(inner, length) for inner in _inside(equation.params))
+    return total
+
+
+def _inside(parameters: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the programs inside of an equation."""
+    for value in parameters.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            program = getattr(item, "jaxpr", item)  # closed or open
+            if hasattr(program, "eqns"):
+                yield program
+
+
 def _passes(rows: RowArrays) -> Passes:
     lengths = token_counts(rows["segments"])
     return Passes.of(lengths, rows["tokens"].shape[1], ROWS_PER_PASS)
 
 
-def _update(config: Config, rows: RowArrays, packs: bool) -> Side:
-    mesh, num_samples = make_mesh(config), len(rows["tokens"])
-    abstract = abstract_state(config.update, mesh)
+def _placement(config: Config, packs: bool) -> Placement:
     dtypes = PACKED_DTYPES if packs else BATCH_DTYPES
-    placement = Placement(batch_sharding(mesh), config.max_target_length, dtypes=dtypes)
+    return Placement(batch_sharding(make_mesh(config)), config.max_target_length, dtypes=dtypes)
+
+
+def _traced(config: Config, packs: bool, shape: BatchShape) -> jax.stages.Traced:
+    mesh = make_mesh(config)
+    abstract = abstract_state(config.update, mesh)
+    batch = _placement(config, packs).abstract_batch(shape)
+    count, settings = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
+    return make_train_step(config.update, mesh, abstract).trace(abstract, batch, count, settings)
+
+
+def _update(config: Config, rows: RowArrays, packs: bool) -> Side:
+    placement, num_samples = _placement(config, packs), len(rows["tokens"])
     shape = BatchShape(ROWS_PER_PASS, -(-num_samples // ROWS_PER_PASS))
-    step = make_train_step(config.update, mesh, abstract).lower(
-        abstract,
-        placement.abstract_batch(shape),
-        jax.ShapeDtypeStruct((), "int32"),
-        abstract_settings(),
-    )
-    executable: Any = step.compile()
-    state = init_state(config.update, abstract)
+    executable: Any = _traced(config, packs, shape).lower().compile()
+    state = init_state(config.update, abstract_state(config.update, make_mesh(config)))
 
     def side() -> tuple[float, float]:
         nonlocal state
