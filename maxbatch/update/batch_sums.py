@@ -69,7 +69,9 @@ class BatchSums:
         accumulation = self._accumulation
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        measures_noise = self._measures_noise and max_micro_batches * accumulation.data_shards > 1
+        # parts of a micro-batch: samples of several rows may lie on several shards
+        shards = accumulation.data_shards if batch.numbers is None else 1
+        measures_noise = self._measures_noise and max_micro_batches * shards > 1
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
             rows = self._arrange(_micro_batch(batch, j))

@@ -87,14 +87,14 @@ NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each t
 
 
 class NoiseParts(NamedTuple):
-    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data
-    shards.
+    """The input of the gradient noise scale from the first micro-batch: float32 sums over its parts.
 
-    One micro-batch gives an unbiased estimate; reading the gradients of all would slow the update.
+    These are its data shards; where a sample may lie on several of them, it is one part. One
+    micro-batch gives an unbiased estimate; reading the gradients of all would slow the update.
     """
 
-    gradient_squares: jax.Array  # of the squared norm of a shard's summed gradient
-    weights: jax.Array  # of a shard's loss weight; 0 if the batch is a single shard
+    gradient_squares: jax.Array  # of the squared norm of a part's summed gradient
+    weights: jax.Array  # of a part's loss weight; 0 if the batch is a single part
     weight_squares: jax.Array  # of its square
 
 
@@ -288,13 +288,13 @@ class Accumulation:
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
         noise_parts_d = sums.noise_parts_d
-        # the shards of samples of several rows have no gradients of their own samples
-        if self.data_shards > 1 and getattr(rows, "numbers", None) is not None:
-            measures_noise = False
         if measures_noise is not False:  # first micro-batch: the sums are its gradients
             first = (accumulator.acc_grads, layers)
+            # a sample of several rows may lie on several shards, so these are no parts of a batch
+            is_apart = getattr(rows, "numbers", None) is None
+            measure = _noise_parts if is_apart else _noise_part
             noise_parts_d = jax.lax.cond(
-                measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d
+                measures_noise, measure, lambda *_: sums.noise_parts_d, first, weight_d
             )
         return Sums(
             accumulator,
@@ -368,3 +368,12 @@ def _noise_parts(gradients: Tree, weight_d: jax.Array) -> NoiseParts:
         for g in jax.tree.leaves(gradients)
     ]
     return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))
+
+
+def _noise_part(gradients: Tree, weight_d: jax.Array) -> NoiseParts:
+    """Returns `_noise_parts` of all shards as one part, on the first of them; its gradient is summed
+    over the shards for that.
+    """
+    whole = jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), (gradients, weight_d))
+    missing = (0, weight_d.size - 1)
+    return NoiseParts(*(jnp.pad(x, missing) for x in _noise_parts(*whole)))
