@@ -102,7 +102,7 @@ class Latents(AttentionForm):
         del is_local
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
 
-    def latent_width(self, model: ModelKeys) -> int:
+    def compressed_width(self, model: ModelKeys) -> int:
         """Returns the widths of a latent and of the rotated part."""
         return int(model.kv_lora_rank + model.qk_rope_head_dim)
 

@@ -32,7 +32,7 @@ from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Adapted, features_last, product
-from maxbatch.model.ring_attention import ring_attend_to_latents
+from maxbatch.model.ring_attention import ring_attend_to_compressed
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import ScoreRules
 from maxbatch.model.segments import Slots
@@ -89,7 +89,7 @@ class LatentAttention(nnx.Module):
         up = self.latent_up[...]
         has_ring = in_ring((*q_MxLxHxn.shape[:3], 1), scores, self.constrain)
         if has_ring and not self.quantization:  # 8-bit products and their adapters are made here
-            return ring_attend_to_latents(
+            return ring_attend_to_compressed(
                 jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1),
                 latent_MxLxc,
                 k_MxLx1xr[:, :, 0],

@@ -34,7 +34,7 @@ from maxbatch.plan.program import LANES
 
 T = TypeVar("T")
 # (a part of this device's queries, one of the visiting keys, their place in the row, state) -> state
-# keys and values, [M, K, p, h] and [M, K, p, v], or latents and rotated columns, [M, p, c] and [M, p, r]
+# keys and values, [M, K, p, h] and [M, K, p, v], or in compressed form and rotated columns, [M, p, c] and [M, p, r]
 _Sources = tuple[jax.Array, jax.Array]
 _Step = Callable[[int, int, Place, T], T]
 _Visit = Callable[[_Step[T], T], T]  # (step, state) -> state
@@ -63,24 +63,24 @@ def ring_attend(
     return _attend_on_mesh(axes, q_MxLxHxh, sources, None, segments_MxL, constrain, scores, sinks_H)
 
 
-def ring_attend_to_latents(
+def ring_attend_to_compressed(
     q_MxLxHxh: jax.Array,
-    latent_MxLxc: jax.Array,
+    compressed_MxLxc: jax.Array,
     rotated_MxLxr: jax.Array,
     up_cxHxe: jax.Array,
     segments_MxL: jax.Array,
     constrain: Constrain,
     scores: ScoreRules,
 ) -> jax.Array:
-    """Returns what `ring_attend` does, of keys and values that each device makes of the latents
-    that visit it.
+    """Returns what `ring_attend` does, of keys and values that visit in a compressed form, of which
+    each device makes them.
 
     Args:
       rotated_MxLxr: the last columns of every head's keys.
       up_cxHxe: makes the other columns of each head's keys, and then its values.
     """
     *axes, _ = constrain.spec(q_MxLxHxh.shape, ("batch", "length", "heads", "head_dim"))
-    sources = latent_MxLxc, rotated_MxLxr
+    sources = compressed_MxLxc, rotated_MxLxr
     return _attend_on_mesh(axes, q_MxLxHxh, sources, up_cxHxe, segments_MxL, constrain, scores)
 
 
@@ -94,8 +94,8 @@ def _attend_on_mesh(
     scores: ScoreRules,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention to keys and values, or to latents if there is a matrix that makes these
-    of them; `axes` of the mesh split rows, length and heads.
+    """Returns the attention to keys and values, or to their compressed form if there is a matrix
+    that makes them of it; `axes` of the mesh split rows, length and heads.
     """
     (batch, context, tensor), mesh = axes, constrain.mesh
     assert mesh is not None and context is not None, "the axis of the ring splits rows"
@@ -261,7 +261,7 @@ class _Operands(NamedTuple):
 
     queries: list[Queries]
     visitors: list[_Visitor]  # its own keys
-    up_cxHxe: Any  # makes keys and values of latents; None: they visit themselves
+    up_cxHxe: Any  # makes keys and values of what visits; None: they visit themselves
     sinks_H: Any  # float32
     is_local: Any  # bool, if the ring does not state it
 
@@ -303,7 +303,7 @@ def _forward(ring: _Ring, operands: _Operands) -> tuple[list[jax.Array], Any]:
 
 
 def _keys(width: int, visitors: list[_Visitor], up_cxHxe: jax.Array | None) -> list[Keys]:
-    """Returns the keys and values that visit, or those of the latents that do.
+    """Returns the keys and values that visit, or those of their compressed form that does.
 
     Args:
       width: of a key.
@@ -311,8 +311,8 @@ def _keys(width: int, visitors: list[_Visitor], up_cxHxe: jax.Array | None) -> l
     if up_cxHxe is None:
         return [Keys(*visitor.sources, visitor.segments_Mxp) for visitor in visitors]
     keys = []
-    for (latent_Mxpxc, rotated_Mxpxr), segments_Mxp in visitors:
-        up_MxHxpxe = jnp.einsum("mpc,che->mhpe", latent_Mxpxc, up_cxHxe)
+    for (compressed_Mxpxc, rotated_Mxpxr), segments_Mxp in visitors:
+        up_MxHxpxe = jnp.einsum("mpc,che->mhpe", compressed_Mxpxc, up_cxHxe)
         unrotated, v_MxHxpxv = jnp.split(up_MxHxpxe, [width - rotated_Mxpxr.shape[-1]], axis=-1)
         shared = jnp.broadcast_to(
             rotated_Mxpxr[:, None], (*unrotated.shape[:3], rotated_Mxpxr.shape[-1])
@@ -330,7 +330,9 @@ def _see(visits: Visits, queries: Queries, keys: Keys, place: Place, seen: Seen)
 
 
 def _backward(ring: _Ring, residuals: Any, slopes: list[jax.Array]) -> tuple[_Operands]:
-    """Returns the gradients of queries, keys, values and sinks, or of latents and their matrix."""
+    """Returns the gradients of queries, keys, values and sinks, or of the compressed form and its
+    matrix.
+    """
     operands, attended, log_sums = residuals
     queries, visitors, up_cxHxe, sinks_H, _ = operands
     known = [

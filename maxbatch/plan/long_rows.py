@@ -48,7 +48,7 @@ class LongRows(NamedTuple):
         else:
             of_keys = of_head * (kv_heads if kv_heads % tensor == 0 else heads)
             if strategy == "ring" and not model.quantization:
-                of_keys = Fraction(attention.latent_width(model)) or of_keys
+                of_keys = Fraction(attention.compressed_width(model)) or of_keys
             numbers = share * of_keys * (size - 1)
             if is_balanced:  # queries and results change their order, and the keys of a ring
                 dealt = heads * of_head + (of_keys if strategy == "ring" else 0)

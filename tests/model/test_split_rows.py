@@ -12,7 +12,7 @@ import pytest
 
 from maxbatch.model import balanced_rows, ring_blocks
 from maxbatch.model.attention import attend
-from maxbatch.model.ring_attention import ring_attend_to_latents
+from maxbatch.model.ring_attention import ring_attend_to_compressed
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import Constrain, activation_constraint
@@ -112,7 +112,7 @@ def test_latents_go_around_in_place_of_the_keys_and_values_that_are_made_of_them
         return attend(q, jnp.concatenate([made, shared], axis=-1), v, segments)
 
     def of_latents(*arrays: jax.Array) -> jax.Array:
-        return ring_attend_to_latents(*arrays, segments, constrain, rules)
+        return ring_attend_to_compressed(*arrays, segments, constrain, rules)
 
     def value_and_gradients(attended: Any) -> Any:
         value = jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attended(*x))), (0, 1, 2, 3))

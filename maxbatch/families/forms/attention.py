@@ -63,7 +63,7 @@ class AttentionForm(Form):
         """Returns the width of a head's query and key, and the width of its value."""
         raise NotImplementedError
 
-    def latent_width(self, model: ModelKeys) -> int:
+    def compressed_width(self, model: ModelKeys) -> int:
         """Returns the numbers of a token of which the keys and values of all heads are made; 0 if
         each head makes its own.
         """
