@@ -69,8 +69,10 @@ class BatchSums:
         accumulation = self._accumulation
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        # parts of a micro-batch: samples of several rows may lie on several shards
-        shards = accumulation.data_shards if batch.numbers is None else 1
+        # parts of a micro-batch: samples of several rows (batches of pairs number them) may lie on
+        # several shards
+        is_numbered = getattr(batch, "numbers", None) is not None
+        shards = 1 if is_numbered else accumulation.data_shards
         measures_noise = self._measures_noise and max_micro_batches * shards > 1
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:

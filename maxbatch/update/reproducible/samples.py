@@ -7,7 +7,7 @@ Shapes: M samples of a batch, N devices.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ import numpy as np
 
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
-from maxbatch.update.reference import ReferencePass
 from maxbatch.update.reproducible.programs import DevicePrograms, form, mesh_of, on
 from maxbatch.update.reproducible.rows import AtomRows
+
+if TYPE_CHECKING:
+    from maxbatch.update.reference import ReferencePass
 
 
 class SamplesAlone:
