@@ -171,12 +171,13 @@ def within_rows(
     is_chosen_MxLxkxE = (
         experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]
     ) & real_MxL[..., None, None]
-    counts_MxLxE = jnp.sum(is_chosen_MxLxkxE, axis=2, dtype=jnp.int32)
+    counts_MxE = jnp.sum(is_chosen_MxLxkxE, axis=(1, 2), dtype=jnp.int32)
     scores_MxLxE = jnp.where(real_MxL[..., None], scores_MxLxE, 0.0)
     scores_MxE = jnp.sum(scores_MxLxE, axis=1)
     if slots.first_MxL is None or slots.last_MxL is None:
-        samples = _Samples.of_rows(real_MxL, counts_MxLxE, scores_MxE)
+        samples = _Samples.of_rows(real_MxL, counts_MxE, scores_MxE)
     else:
+        counts_MxLxE = jnp.sum(is_chosen_MxLxkxE, axis=2, dtype=jnp.int32)
         samples = _Samples.of_parts(slots.first_MxL, slots.last_MxL, counts_MxLxE, scores_MxLxE)
     # E sum(f P) of a sample, times its tokens: f = counts / (k x tokens), P = scores / tokens.
     share_MxS = num_experts / (
@@ -193,7 +194,7 @@ def within_rows(
     num_dropped = jnp.sum(real_MxL[..., None] & ~goes_MxLxk, dtype=jnp.int32)
 
     sums = RoutingSums(
-        jnp.sum(counts_MxLxE, axis=(0, 1), dtype=jnp.int32),
+        jnp.sum(counts_MxE, axis=0, dtype=jnp.int32),
         jnp.sum(scores_MxE, axis=0),
         jnp.sum(even_MxS),
         jnp.sum(jnp.where(real_MxL, squares_MxL, 0.0)),
@@ -213,15 +214,13 @@ class _Samples(NamedTuple):
     tokens_MxS: jax.Array  # int32
     counts_MxSxE: jax.Array  # int32: choices of each expert
     scores_MxSxE: jax.Array  # float32, of the sample's tokens, or of the slot's token alone
-    before_MxSxE: jax.Array  # int32: choices of each expert before the sample in its row
+    # int32: choices of each expert before the sample in its row; None: it is the row
+    before_MxLxE: jax.Array | None
 
     @classmethod
-    def of_rows(
-        cls, real_MxL: jax.Array, counts_MxLxE: jax.Array, scores_MxE: jax.Array
-    ) -> _Samples:
-        counts_MxSxE = jnp.sum(counts_MxLxE, axis=1, keepdims=True, dtype=jnp.int32)
+    def of_rows(cls, real_MxL: jax.Array, counts_MxE: jax.Array, scores_MxE: jax.Array) -> _Samples:
         tokens_MxS = jnp.sum(real_MxL, axis=1, keepdims=True, dtype=jnp.int32)
-        return cls(tokens_MxS, counts_MxSxE, scores_MxE[:, None], jnp.zeros_like(counts_MxSxE))
+        return cls(tokens_MxS, counts_MxE[:, None], scores_MxE[:, None], None)
 
     @classmethod
     def of_parts(
@@ -232,9 +231,9 @@ class _Samples(NamedTuple):
         scores_MxLxE: jax.Array,
     ) -> _Samples:
         counts_MxSxE = sums_in_samples(counts_MxLxE, first_MxL, last_MxL)
-        before_MxLxE = jnp.cumsum(counts_MxLxE, axis=1, dtype=jnp.int32) - counts_MxLxE
-        before_MxSxE = jnp.take_along_axis(before_MxLxE, first_MxL[..., None], axis=1)
-        return cls(last_MxL - first_MxL + 1, counts_MxSxE, scores_MxLxE, before_MxSxE)
+        before_token_MxLxE = jnp.cumsum(counts_MxLxE, axis=1, dtype=jnp.int32) - counts_MxLxE
+        before_MxLxE = jnp.take_along_axis(before_token_MxLxE, first_MxL[..., None], axis=1)
+        return cls(last_MxL - first_MxL + 1, counts_MxSxE, scores_MxLxE, before_MxLxE)
 
 
 def _fits(
@@ -256,8 +255,8 @@ def _fits(
     # The place of each choice among those of its expert in the row, from 1, and in its sample.
     in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
     places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)
-    before_MxLxE = jnp.broadcast_to(samples.before_MxSxE, (rows, length, num_experts))
-    places -= jnp.take_along_axis(before_MxLxE, experts_MxLxk, axis=2)
+    if samples.before_MxLxE is not None:
+        places -= jnp.take_along_axis(samples.before_MxLxE, experts_MxLxk, axis=2)
     fits: jax.Array = places <= jnp.asarray(capacities)[samples.tokens_MxS][..., None]
     return fits
 
