@@ -13,6 +13,7 @@ from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.gradients import Accumulation, Objective, Sums, Totals
+from maxbatch.update.packed_rows import may_be_on_several_shards
 from maxbatch.update.state import TrainState
 
 
@@ -69,11 +70,8 @@ class BatchSums:
         accumulation = self._accumulation
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        # parts of a micro-batch: samples of several rows (batches of pairs number them) may lie on
-        # several shards
-        is_numbered = getattr(batch, "numbers", None) is not None
-        shards = 1 if is_numbered else accumulation.data_shards
-        measures_noise = self._measures_noise and max_micro_batches * shards > 1
+        parts = 1 if may_be_on_several_shards(batch) else accumulation.data_shards
+        measures_noise = self._measures_noise and max_micro_batches * parts > 1
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
             rows = self._arrange(_micro_batch(batch, j))

@@ -36,7 +36,7 @@ from maxbatch.update.balance import Balance, Scale
 from maxbatch.update.layer_gradients import AddLayer, SummingLayers, add_rounded
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
-from maxbatch.update.packed_rows import SHARDS, sample_hashes
+from maxbatch.update.packed_rows import SHARDS, may_be_on_several_shards, sample_hashes
 from maxbatch.update.state import ModelMaker
 
 if TYPE_CHECKING:
@@ -290,9 +290,7 @@ class Accumulation:
         noise_parts_d = sums.noise_parts_d
         if measures_noise is not False:  # first micro-batch: the sums are its gradients
             first = (accumulator.acc_grads, layers)
-            # a sample of several rows may lie on several shards, so these are no parts of a batch
-            is_apart = getattr(rows, "numbers", None) is None
-            measure = _noise_parts if is_apart else _noise_part
+            measure = _noise_part if may_be_on_several_shards(rows) else _noise_parts
             noise_parts_d = jax.lax.cond(
                 measures_noise, measure, lambda *_: sums.noise_parts_d, first, weight_d
             )

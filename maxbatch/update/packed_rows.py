@@ -16,6 +16,13 @@ from maxbatch.system.hashing import halves_of
 SHARDS = "data_shards"  # the axis of a program's shards of the data axis
 
 
+def may_be_on_several_shards(rows: Any) -> bool:
+    """Returns whether a sample of a pass may lie on several shards of the data axis: one of several
+    rows may, whose rows are numbered.
+    """
+    return getattr(rows, "numbers", None) is not None
+
+
 def sums_of_samples(x_MxL: jax.Array, numbers_MxL: jax.Array, rows_per_sample: int) -> jax.Array:
     """Sums figures of tokens over each own row of the samples of a pass, whose rows may be on
     several shards of the data axis.
