@@ -1,5 +1,6 @@
 """`maxbatch fit`: the largest `per_device_batch_size` or `max_tokens_per_pass` that fits, found by
-compiling."""
+compiling.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from maxbatch.model.ring_visits import HIDDEN, Gradients, Keys, Known, Place, Queries, Seen
 from maxbatch.model.scores import ScoreRules
-from maxbatch.model.splash import block_size
+from maxbatch.model.splash import block_size, block_sizes
 
 T = TypeVar("T")
 
@@ -122,14 +122,7 @@ class SplashVisits(NamedTuple):
             save_residuals=True,
             interpret=self.is_interpreted,
             attn_logits_soft_cap=self.rules.soft_cap or None,
-            block_sizes=kernels.BlockSizes(
-                block_q=block,
-                block_kv=block,
-                block_q_dq=block,
-                block_kv_dq=block,
-                block_q_dkv=block,
-                block_kv_dkv=block,
-            ),
+            block_sizes=block_sizes(block, block),
         )
 
 

@@ -36,6 +36,20 @@ def block_size(length: int) -> int:
     return next(block for block in range(_LARGEST_BLOCK, 0, -LANES) if length % block == 0)
 
 
+def block_sizes(block_q: int, block_kv: int) -> Any:
+    """Returns the blocks of kernels, forward and backward alike."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    return kernels.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+    )
+
+
 def splash_attend(
     q_MxLxHxh: jax.Array,
     k_MxLxKxh: jax.Array,
@@ -174,12 +188,5 @@ def _kernel(
         interpret=platform == "cpu",
         attn_logits_soft_cap=scores.soft_cap or None,
         residual_checkpoint_name=CONTEXT,
-        block_sizes=kernels.BlockSizes(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_q_dq=block_q,
-            block_kv_dq=block_kv,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-        ),
+        block_sizes=block_sizes(block_q, block_kv),
     )
