@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from maxbatch.data.feed.pass_figures import PassFigures
     from maxbatch.plan.batch import BatchPlan, ResumePoint
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
-    from maxbatch.system.hardware.chips import Peak
+    from maxbatch.system.hardware.chips import Chip, Peak
 
 _MOST_PARTS = 1_000_000
 _MOST_EPOCHS = 100  # of the default data, before a plan asks whether it is meant
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
+    from maxbatch.plan.reproducible import check_whole_fits
     from maxbatch.plan.run_time import run_time
     from maxbatch.plan.stages import check_epochs
     from maxbatch.run.folder.foreign import refuse_foreign
@@ -112,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     plan = BatchPlan.from_config(
         config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch, resume=resume
     )
+    if args.topology:
+        check_whole_fits(config.plan, _chip(args.topology).hbm_bytes, args.topology)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
@@ -322,11 +325,18 @@ def _in_words(model: dict[str, int]) -> str:
     )
 
 
+def _chip(topology: str) -> Chip:
+    """Returns the chip of a slice."""
+    from maxbatch.system.hardware.chips import TPUS
+
+    return TPUS[topology.partition(":")[0]]
+
+
 def _known_peak(config: Config, topology: str | None) -> Peak | None:
     """Returns the peak that MFU refers to, if the topology or the config tells it."""
-    from maxbatch.system.hardware.chips import TPUS, mfu_peak
+    from maxbatch.system.hardware.chips import mfu_peak
 
-    chip = TPUS[topology.partition(":")[0]] if topology else None
+    chip = _chip(topology) if topology else None
     return mfu_peak(chip, config.quantization, config.peak_tflops_per_device)
 
 

@@ -38,6 +38,7 @@ class PlanConfig(Section):
     prompts: PromptBatchConfig
     rates: RatesConfig
     optimizer: OptimizerConfig
+    adapters: AdapterConfig
     model: ModelConfig
     mesh: MeshConfig
     evaluation: EvaluationConfig

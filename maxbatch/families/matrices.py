@@ -10,7 +10,7 @@ import dataclasses
 import math
 from functools import cache
 
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.families.cycle import LayerForm, cycle_length, cycle_of, possible_forms
 from maxbatch.families.family import FAMILIES, FORMS
 from maxbatch.families.forms.form import Form
@@ -220,6 +220,8 @@ for _row in (row for table in TABLES.values() for row in table if row.is_stacked
     MATRICES.setdefault(_row.path[-1], _row)
 
 
+ALL_MATRICES = "all"  # of `lora_targets`
+
 # The names by which rematerialisation keeps the products of experts.
 KEPT_OF_EXPERTS = tuple(
     dict.fromkeys(
@@ -248,6 +250,34 @@ def active_model_size(model: ModelConfig) -> int:
     to.
     """
     return sum(active_size_of(row, model) for row in parameters(model))
+
+
+def adapter_size(model: ModelConfig, adapters: AdapterConfig) -> int:
+    """Returns the number of values in the adapters of a model's matrices; 0 without adapters."""
+    names = adapted_names(adapters)
+    return adapters.lora_rank * sum(
+        num_stacked(model, row.path[0]) * _adapted_rows(row, model)
+        for row in parameters(model)
+        if row.is_stacked and row.path[-1] in MATRICES and not of_experts(row.path[-1])
+        if not names or row.path[-1] in names
+    )
+
+
+def _adapted_rows(row: Parameter, model: ModelConfig) -> int:
+    """Returns the sum of a matrix's inputs and outputs, in one layer; 0 for another parameter of
+    its name.
+    """
+    of_name = MATRICES[row.path[-1]]
+    shape, num_inputs = shape_of(row, model), len(of_name.inputs)
+    if len(shape) != len(of_name.axes):
+        return 0
+    return math.prod(shape[:num_inputs]) + math.prod(shape[num_inputs:])
+
+
+def adapted_names(adapters: AdapterConfig) -> frozenset[str]:
+    """Returns the names of `lora_targets`; empty: all matrices of the layers."""
+    names = [name.strip() for name in adapters.lora_targets.split(",")]
+    return frozenset() if names == [ALL_MATRICES] else frozenset(names)
 
 
 def of_experts(name: str) -> bool:

@@ -8,24 +8,44 @@ import math
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value
-from maxbatch.families.matrices import model_size
+from maxbatch.families.matrices import adapter_size, model_size
 from maxbatch.plan.divisors import divisors, nearest_divisor
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.refusal import Refusal
+from maxbatch.system.errors import ConfigError
 
 _AXES = ("data", "fsdp")
+NUM_DIGITS = 3  # of an exact sum, an int32 each
 MOST_ATOMS = 2**17 - 1  # of an update: summands of an exact sum
 
 
 def whole_bytes(config: PlanConfig) -> int | None:
-    """Returns the bytes that every device holds whole: the model, an atom's gradient, and the three
-    integers of each exact sum. None without `reproducible_sums`.
+    """Returns the bytes that every device holds whole: the model, its adapters, and the exact sum of
+    the gradient, three integers for each trained value. None without `reproducible_sums`.
     """
     if not config.optimizer.reproducible_sums:
         return None
     weight = 2 if config.model.weight_dtype == "bfloat16" else 4
-    return model_size(config.model) * (weight + 4 * (1 + 3))
+    model, adapters = model_size(config.model), adapter_size(config.model, config.adapters)
+    return model * weight + adapters * 4 + (adapters or model) * 4 * NUM_DIGITS
+
+
+def check_whole_fits(config: PlanConfig, available_bytes: int | None, device: str) -> None:
+    """Raises ConfigError if a device's memory is smaller than what it holds whole.
+
+    Args:
+      available_bytes: memory of a device; None: it is not known.
+      device: its name, for users.
+    """
+    needed = whole_bytes(config)
+    if needed is None or available_bytes is None or needed <= available_bytes:
+        return
+    raise ConfigError(
+        f"reproducible_sums=true: must be false on {device} ({available_bytes / 1e9:,.2f} GB), since "
+        f"every device holds the model and the sums of its gradient whole, {needed / 1e9:,.2f} GB; "
+        "works: reproducible_sums=false"
+    )
 
 
 def check_reproducible(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager) -> None:

@@ -53,7 +53,7 @@ batch
   tokens_per_step                token slots of an update
   padded_slots_per_step          rows of padding per update (batch_padding)
   padded_share                   their share of an update's computation
-  whole_bytes_per_device         bytes of model, gradient and exact sums that each device holds whole
+  whole_bytes_per_device         bytes of model and exact gradient that each device holds whole
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt

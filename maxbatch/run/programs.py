@@ -31,12 +31,14 @@ from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.reproducible import check_whole_fits
 from maxbatch.run.compile.background import MakeExecutable
 from maxbatch.run.compile.copies import executables
 from maxbatch.run.compile.flags import CHECKSUMS, INIT
 from maxbatch.run.evaluation import Evaluator
 from maxbatch.run.weights.checksums import lower_checksums
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.hardware.chips import chip_of
 from maxbatch.update.gradients import Objective
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import OptimizerMaker
@@ -76,6 +78,8 @@ def checked_mesh_shape(
             "reproducible_sums=true: must be false on GPUs, for which the compiler chooses kernels by "
             "their measured time; works: reproducible_sums=false"
         )
+    if chip := chip_of(devices[0].device_kind):
+        check_whole_fits(config, chip.hbm_bytes, devices[0].device_kind)
     check_platform(model.quantization, devices[0].platform)
     choose_implementation(model, devices[0].platform, shape.sizes["context"])
     return shape

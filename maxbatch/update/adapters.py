@@ -23,14 +23,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.families.matrices import MATRICES, of_experts
+from maxbatch.families.matrices import ALL_MATRICES, MATRICES, of_experts
 from maxbatch.families.parameter import STACKS, ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.model.products import Adapted
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 
-ALL = "all"
 Axis = TypeVar("Axis", int, str)
 _A, _B = "_lora_a", "_lora_b"
 
@@ -91,10 +90,10 @@ class Adapters:
         if experts := sorted(name for name in self.names & MATRICES.keys() if of_experts(name)):
             raise ConfigError(
                 f"lora_targets: {experts[0]} is of experts, which have no adapters; works: "
-                f"lora_targets={ALL}"
+                f"lora_targets={ALL_MATRICES}"
             )
         for name in sorted(self.names - known):
-            works = nearest_name(name, known) or ALL
+            works = nearest_name(name, known) or ALL_MATRICES
             raise ConfigError(
                 f"lora_targets: {shown(repr(name))} names no matrix of this model, which has "
                 f"{', '.join(sorted(known))}; works: lora_targets={works}"

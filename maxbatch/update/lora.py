@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from maxbatch.config.sections import AdapterConfig, Quantization
+from maxbatch.families.matrices import adapted_names
 
 if TYPE_CHECKING:
     from maxbatch.update.adapters import Adapters
@@ -14,8 +15,7 @@ def adapters_of(config: AdapterConfig, quantization: Quantization = "") -> Adapt
     """Returns the adapters of a config, for products of a type; None without `lora_rank`."""
     if not config.lora_rank:
         return None
-    from maxbatch.update.adapters import ALL, Adapters
+    from maxbatch.update.adapters import Adapters
 
-    names = [name.strip() for name in config.lora_targets.split(",")]
-    targets = frozenset() if names == [ALL] else frozenset(names)
-    return Adapters(config.lora_rank, float(config.lora_alpha), targets, bool(quantization))
+    targets, alpha = adapted_names(config), float(config.lora_alpha)
+    return Adapters(config.lora_rank, alpha, targets, bool(quantization))

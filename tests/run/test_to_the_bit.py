@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 
+from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.run.pretraining import train
 from maxbatch.run.programs import checked_mesh_shape
@@ -139,6 +140,13 @@ def test_replay_names_the_update_and_the_array_whose_recorded_bits_differ(
 
 def test_gpus_are_refused_by_name() -> None:
     config = one_layer_config(*RUN)
-    devices: Any = [SimpleNamespace(platform="gpu")]
+    devices: Any = [SimpleNamespace(platform="gpu", device_kind="", process_index=0)]
     with pytest.raises(ConfigError, match="reproducible_sums=true: must be false on GPUs"):
+        checked_mesh_shape(config.plan, config.programs, devices)
+
+
+def test_a_chip_that_cannot_hold_the_model_whole_is_refused_by_name() -> None:
+    config = load_config(overrides=["reproducible_sums=true", "model_name=llama2-7b"])
+    devices: Any = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", process_index=0)]
+    with pytest.raises(ConfigError, match=r"must be false on TPU v5 lite \(16.91 GB\)"):
         checked_mesh_shape(config.plan, config.programs, devices)
