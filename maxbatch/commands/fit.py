@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     mesh = (
-        "auto: also choose the data, fsdp and tensor axes that the config does not state "
-        "(default: stated)"
+        "auto: also choose the data, fsdp and tensor axes that the config does not state, and the "
+        "context axis if it states how rows are split (default: stated)"
     )
     parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)
     survive = "also find what every machine down to K slices fewer needs for the same batch"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from maxbatch.config.config import Config
 from maxbatch.config.values import Value
@@ -17,7 +18,9 @@ from maxbatch.plan.partition import PARAMETER_RULES
 # device.
 _LIKELY_BEST = ((1, 1), (2, 1), (1, 2), (4, 1), (8, 1), (1, None))
 _TENSOR_SIZES = (1, 2, 4, 8)
+_CONTEXT_SIZES = (1, 2, 4, 8)
 _FREE = ("data", "fsdp", "tensor")
+_OF_LONG_ROWS = ("context_parallel_strategy", "context_parallel_load_balance")
 
 
 def mesh_keys(shape: MeshShape) -> dict[str, int]:
@@ -47,7 +50,8 @@ def proposals(
     refuse them.
 
     Args:
-      config: the config as stated; expert, context and pipeline axes stay as they are there.
+      config: the config as stated; expert and pipeline axes stay as they are there, and the context
+        axis unless it is -1, or a key of `fixed` states how it splits attention.
       fixed: the keys that the user states. Other data, fsdp and tensor axes are chosen. Over slices
         it is the data axis, if no dcn axis is stated.
       num_devices: over all slices.
@@ -62,6 +66,8 @@ def proposals(
         else math.prod(max(1, config[axis_key("dcn", axis)]) for axis in AXES)
     )
     free = [axis for axis in _FREE if not _is_fixed(config, fixed, axis_key("ici", axis))]
+    if _splits_long_rows(config, fixed):
+        free.append("context")
     within_slices = math.prod(
         max(1, config[axis_key("ici", axis)]) for axis in AXES if axis not in free
     )
@@ -73,19 +79,36 @@ def proposals(
 
 def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
     """Yields sizes of the free axes that multiply to `rest`, each once; the others are 1."""
-    pairs: Sequence[tuple[int, int | None]] = _LIKELY_BEST
-    if "fsdp" not in free:
-        pairs = [
-            (tensor, rest // tensor) for tensor in (_TENSOR_SIZES if "data" in free else (rest,))
-        ]
     seen: list[dict[str, int]] = []
-    for tensor, data in pairs:
-        split = {"data": rest if data is None else data, "tensor": tensor}
+    for tensor, context, data in _sizes(free, rest):
+        split = {"data": rest if data is None else data, "tensor": tensor, "context": context}
         split["fsdp"] = max(1, rest // max(1, math.prod(split.values())))
         is_free = all(axis in free or size == 1 for axis, size in split.items())
         if is_free and math.prod(split.values()) == rest and split not in seen:
             seen.append(split)
             yield split
+
+
+def _sizes(free: Collection[str], rest: int) -> Iterator[tuple[int, int, int | None]]:
+    """Yields sizes of the axes (tensor, context, data), the last None for all devices. Without a
+    free fsdp axis one of them takes the rest.
+    """
+    contexts = _CONTEXT_SIZES if "context" in free else (1,)
+    if "fsdp" in free:
+        for tensor, data in _LIKELY_BEST:
+            yield tensor, 1, data
+            if data == 1:
+                for context in contexts[1:]:
+                    if tensor * context <= max(_TENSOR_SIZES):
+                        yield tensor, context, data
+    elif "data" in free:
+        for tensor, context in itertools.product(_TENSOR_SIZES, contexts):
+            yield tensor, context, rest // (tensor * context)
+    elif "tensor" in free:
+        for context in contexts:
+            yield rest // context, context, 1
+    else:
+        yield 1, rest, 1
 
 
 def _divides_model(config: Config, tensor: int) -> bool:
@@ -98,6 +121,16 @@ def _divides_model(config: Config, tensor: int) -> bool:
     )
     split = {axis for row in rows for axis in row.axes if "tensor" in PARAMETER_RULES[axis]}
     return all(sizes[axis] % tensor == 0 for axis in split)
+
+
+def _splits_long_rows(config: Config, fixed: Collection[str]) -> bool:
+    """Returns whether the context axis is free: it is -1, or the config states a strategy for it
+    and no size.
+    """
+    keys = [axis_key(net, "context") for net in ("ici", "dcn")]
+    if any(_is_fixed(config, fixed, key) for key in keys):
+        return False
+    return config[keys[0]] == -1 or any(key in fixed for key in _OF_LONG_ROWS)
 
 
 def _is_fixed(config: Config, fixed: Collection[str], key: str) -> bool:

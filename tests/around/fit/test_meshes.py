@@ -80,6 +80,57 @@ def test_what_the_user_states_stays(stated: tuple[str, ...], expected: list[str]
     assert meshes(*stated) == expected
 
 
+LONG = ("context_parallel_strategy=ring", "max_target_length=65536")
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (
+            LONG,
+            [
+                "fsdp=64",
+                "fsdp=32 context=2",
+                "fsdp=16 context=4",
+                "fsdp=8 context=8",
+                "fsdp=32 tensor=2",
+                "fsdp=16 tensor=2 context=2",
+                "fsdp=8 tensor=2 context=4",
+                "data=2 fsdp=32",
+                "fsdp=16 tensor=4",
+                "fsdp=8 tensor=4 context=2",
+                "fsdp=8 tensor=8",
+                "data=64 fsdp=1",
+            ],
+        ),
+        (
+            (*LONG, "ici_fsdp_parallelism=8", "ici_data_parallelism=1"),
+            [
+                "fsdp=8 tensor=8",
+                "fsdp=8 tensor=4 context=2",
+                "fsdp=8 tensor=2 context=4",
+                "fsdp=8 context=8",
+            ],
+        ),
+        (
+            ("ici_context_parallelism=-1", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=1"),
+            [
+                "data=16 fsdp=4 context=1",
+                "data=8 fsdp=4 context=2",
+                "data=4 fsdp=4 context=4",
+                "data=2 fsdp=4 context=8",
+            ],
+        ),
+        ((*LONG, "ici_context_parallelism=8", "ici_tensor_parallelism=1"), ["fsdp=8 context=8"]),
+    ],
+    ids=["a strategy", "the other axes are stated", "an axis of -1", "an axis that is stated"],
+)
+def test_a_stated_strategy_for_long_rows_frees_the_context_axis(
+    stated: tuple[str, ...], expected: list[str]
+) -> None:
+    assert meshes(*stated)[: len(expected)] == expected
+
+
 def test_over_slices_it_is_the_data_axis_unless_another_is_stated() -> None:
     assert meshes(devices=128, slices=2)[:2] == [
         "fsdp=64 dcn_data=2",
