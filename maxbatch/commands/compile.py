@@ -15,7 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxbatch.around.compile.compiling import Compiled, compile_one, programs_on
+from maxbatch.around.compile.compiling import (
+    Compiled,
+    DoesNotFit,
+    ProgramsElsewhere,
+    programs_on,
+)
 from maxbatch.commands.arguments import config_of, count, local_path, place
 from maxbatch.commands.refusing import may_have_others, refusing_together
 from maxbatch.commands.simulation import check_hosts, run_hosts
@@ -182,29 +187,34 @@ def _compile_run(
     programs, updates = programs_on(config, target, plan)
     shapes = [update.shape for update in updates]
     say = note if is_first() and not is_json else lambda text: None
-    done: dict[str, Compiled] = {}
+    elsewhere = ProgramsElsewhere(
+        config, target, hlo, lambda name: say(f"compiling {name} for {target.name}")
+    )
+    done = elsewhere.done
     for update in updates:
         shape, name = update.shape, step_name(update.shape)
-        say(f"compiling {name} for {target.name}")
-        done[name] = compile_one(name, programs.step(shape), target, config, hlo, update)
-        verdict = done[name].verdict
+        verdict = elsewhere.update(programs, update).verdict
         if not verdict.fits:
             error = _does_not_fit(
                 f"a micro-batch of {shape.micro_batch} ({name})",
                 verdict,
                 target,
-                "maxbatch fit finds the largest that does",
+                "reproducible_rows=1 and more devices need the least"
+                if config.reproducible_sums
+                else "maxbatch fit finds the largest that does",
             )
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
             error.figures = _refusal(verdict, known, target)
             raise error
-    for name, lowered in programs.others(plan.eval_batch_size):
-        say(f"compiling {name}")
-        done[name] = compile_one(name, lowered, target, config, hlo)
-        if not done[name].verdict.fits:
-            raise _does_not_fit(
-                name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size"
-            )
+    try:
+        programs.compile_others(plan.eval_batch_size, elsewhere.executable, elsewhere.executables)
+    except DoesNotFit as refused:
+        raise _does_not_fit(
+            refused.name,
+            done[refused.name].verdict,
+            target,
+            "works: a smaller eval_per_device_batch_size",
+        ) from None
     executables = {
         name: program.executable for name, program in done.items() if program.executable is not None
     }
@@ -303,4 +313,11 @@ def _show(
     show_time({name: program.modelled for name, program in done.items()})
     if peak:
         print(f"MFU refers to {peak.in_words()}")
-    print(printable(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}"))
+    sums = [name for name, program in done.items() if program.executable is None]
+    if sums:
+        print(
+            f"{' and '.join(sums)}: the time of all programs of an update, and the memory of the "
+            "largest among the other arrays of the update"
+        )
+    num_saved = len(done) - len(sums)
+    print(printable(f"saved {num_saved} programs ({gigabytes(size)}) in {folder}"))

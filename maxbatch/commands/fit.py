@@ -61,6 +61,12 @@ def run(args: argparse.Namespace) -> int:
     interrupted, and waiting for them would take minutes.
     """
     config, target = config_and_target(args)
+    if config.reproducible_sums:
+        raise ConfigError(
+            "reproducible_sums=true: must be false in fit, whose answer is rows of a pass, since "
+            "memory follows from reproducible_rows here; maxbatch compile has the bytes; works: "
+            "reproducible_sums=false"
+        )
     smaller = smaller_targets(args, target)
     if args.write:
         _check_writable(Path(args.write))

@@ -56,11 +56,6 @@ def config_before_devices(args: argparse.Namespace) -> Config:
     """
     config = config_of(args)
     check_batch_keys(config.plan)
-    if config.reproducible_sums:
-        raise ConfigError(
-            "reproducible_sums=true: compile and fit know the programs of the usual update only; "
-            "works: reproducible_sums=false"
-        )
     if args.topology and args.simulate_devices:
         raise ConfigError(
             f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, "

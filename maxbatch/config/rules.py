@@ -362,7 +362,6 @@ def _check_reproducible_sums(config: AllKeys) -> None:
         "quantization": "whose scales are of whole passes" if config.quantization else "",
         "batch_size": "prompts of reinforcement learning" if config.batch_size else "",
         "max_tokens_per_pass": "whose samples share rows" if config.max_tokens_per_pass else "",
-        "compiled_dir": "whose programs are the usual ones" if config.compiled_dir else "",
     }
     for name, reason in reasons.items():
         if reason:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.families.parameter import LAYERS
-from maxbatch.parallel.trees import State
+from maxbatch.parallel.trees import State, Tree
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.partition import LOOKED_UP, OVER_TENSOR, SUMMED, WHOLE, partition
 
@@ -167,6 +167,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     context.
     """
     return NamedSharding(mesh, P(None, BATCH_AXES, "context"))
+
+
+def shard_bytes(tree: Tree) -> int:
+    """Returns the bytes of a device's shards of arrays or shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:

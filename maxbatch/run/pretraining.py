@@ -39,6 +39,7 @@ from maxbatch.plan.place import Place
 from maxbatch.plan.skip_samples import holes_of
 from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
+from maxbatch.run.compile.copies import executables
 from maxbatch.run.compile.flags import INIT
 from maxbatch.run.compile.ladder import StepLadder, Update
 from maxbatch.run.compile.saved import SavedPrograms
@@ -359,10 +360,18 @@ class PlannedPretraining:
             return self.saved.load(name, lower)
         return self.opened.context.executable(name, lower)
 
+    def executables(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], devices: Sequence[jax.Device]
+    ) -> dict[jax.Device, jax.stages.Compiled]:
+        """Compiles a program for the first of some devices, and loads it on all."""
+        if self.saved is not None and name in self.saved:
+            return self.saved.load_on(name, lower, devices)
+        return executables(self.opened.context.executable, name, lower, devices)
+
     def _update(self, shape: BatchShape) -> Update:
         """Compiles the update for a batch shape."""
         if self.programs.config.optimizer.reproducible_sums:
-            return self.programs.reproducible_update(shape, self.executable)
+            return self.programs.reproducible_update(shape, self.executable, self.executables)
         return self.executable(step_name(shape), lambda: self.programs.step(shape))
 
     def build(self, start: Start) -> BuiltPretraining:
@@ -577,8 +586,10 @@ class BuiltPretraining:
             context.console.print(reference.introduction)
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
-            score = planned.programs.reference_scores(reading, params, planned.executable)
-            reference.complete(partial(reading, score))
+            scores = planned.programs.reference_scores(
+                reading, planned.executable, planned.executables
+            )
+            reference.complete(partial(reading, scores(params)))
         file = reference.changed_file()
         if file and is_first() and context.config.enable_checkpointing:
             context.folder.write(*file)
@@ -629,13 +640,13 @@ class BuiltPretraining:
         state = init_opt_state(opened.keys, planned.abstract, model, opened.own_optimizer)
         if state.frozen is None or not opened.keys.optimizer.reproducible_sums:
             return state
-        params = planned.programs.first_adapters(planned.executable)
+        params = planned.programs.reproducible_init(planned.executables)()
         average = None if state.average is None else first_average(params)
         return state._replace(params=params, average=average)
 
     def _initial_state(self) -> TrainState:
         if self.opened.keys.optimizer.reproducible_sums:
-            return self._fresh(self.planned.programs.first_params(self.planned.executable))
+            return self._fresh(self.planned.programs.reproducible_init(self.planned.executables)())
         made: TrainState = self.planned.executable(INIT, self.planned.programs.init)()
         return made
 

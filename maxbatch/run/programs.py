@@ -6,7 +6,7 @@ ahead-of-time commands share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.reproducible import check_whole_fits
 from maxbatch.run.compile.background import MakeExecutable
-from maxbatch.run.compile.copies import executables
 from maxbatch.run.compile.flags import CHECKSUMS, INIT
 from maxbatch.run.evaluation import Evaluator
 from maxbatch.run.weights.checksums import lower_checksums
@@ -42,7 +41,7 @@ from maxbatch.system.hardware.chips import chip_of
 from maxbatch.update.gradients import Objective
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import OptimizerMaker
-from maxbatch.update.reproducible.programs import DevicePrograms
+from maxbatch.update.reproducible.programs import DevicePrograms, MakeExecutables
 from maxbatch.update.reproducible.samples import SamplesAlone
 from maxbatch.update.reproducible.update import ReproducibleUpdate
 from maxbatch.update.state import (
@@ -135,14 +134,16 @@ class Programs:
         )
 
     def reference_scores(
-        self, reading: ReferencePass, params: State, executable: MakeExecutable
-    ) -> Callable[[Batch], Any]:
-        """Returns the function that computes the figures of a pass's batch under parameters."""
+        self, reading: ReferencePass, executable: MakeExecutable, executables: MakeExecutables
+    ) -> Callable[[State], Callable[[Batch], Any]]:
+        """Compiles a pass; returns the function that computes the figures of its batches under
+        parameters.
+        """
         if self.config.optimizer.reproducible_sums:
-            programs = DevicePrograms(self.mesh, executable, partial(executables, executable))
-            return SamplesAlone(programs, reading, params)
+            programs = DevicePrograms(self.mesh, executable, executables)
+            return SamplesAlone(programs, reading, self.abstract.model).under
         score = executable(reading.name, lambda: reading.lower(self.abstract.model))
-        return partial(score, params)
+        return lambda params: partial(score, params)
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -163,9 +164,14 @@ class Programs:
         return lowered
 
     def reproducible_update(
-        self, shape: BatchShape, executable: MakeExecutable
+        self, shape: BatchShape, executable: MakeExecutable, executables: MakeExecutables
     ) -> ReproducibleUpdate:
-        """Returns the update of `reproducible_sums` for a batch shape, compiled."""
+        """Returns the update of `reproducible_sums` for a batch shape, compiled.
+
+        Args:
+          executable: compiles a program.
+          executables: compiles a program for one device, and loads it on several.
+        """
         return ReproducibleUpdate(
             self.config,
             self.mesh,
@@ -174,42 +180,34 @@ class Programs:
             shape,
             self._objective,
             executable,
-            partial(executables, executable),
+            executables,
         )
 
-    def first_params(self, executable: MakeExecutable) -> State:
-        """Returns the first parameters of the model, whose bits do not depend on the mesh."""
-        make = partial(first_model, self.config)
-        return self._made_whole(f"{INIT}-parameters", make, self.abstract.model, executable)
+    def reproducible_init(self, executables: MakeExecutables) -> Callable[[], State]:
+        """Compiles the program of the first parameters of the model or, with adapters, of these;
+        returns the function that makes them.
 
-    def first_adapters(self, executable: MakeExecutable) -> State:
-        """Returns the first adapters, whose bits do not depend on the mesh."""
-        adapters, model = adapters_of(self.config.adapters), self.abstract.model
-        assert adapters is not None, "the run trains adapters"
-        make = partial(adapters.init, model)
-        return self._made_whole(f"{INIT}-adapters", make, self.abstract.params, executable)
-
-    def _made_whole(
-        self,
-        name: str,
-        make: Callable[[jax.Array], State],
-        abstract: State,
-        executable: MakeExecutable,
-    ) -> State:
-        """Returns what `make` makes of the config's seed, made whole by one device of each host and
-        then sharded.
+        Their bits do not depend on the mesh: one device of each host makes them whole.
         """
+        adapters, model = adapters_of(self.config.adapters), self.abstract.model
+        name, make, abstract = f"{INIT}-parameters", partial(first_model, self.config), model
+        if adapters is not None:
+            name, make = f"{INIT}-adapters", partial(adapters.init, model)
+            abstract = self.abstract.params
         device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
         jitted = jax.jit(make, out_shardings=SingleDeviceSharding(device))
         seed = np.uint32(self.config.init_weights_seed)
-        whole = executable(name, lambda: jitted.lower(seed))(seed)
+        program = executables(name, lambda: jitted.lower(seed), [device])[device]
 
         def sharded(abstract: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
             values = np.asarray(x)
             return jax.make_array_from_callback(x.shape, abstract.sharding, values.__getitem__)
 
-        state: State = jax.tree.map(sharded, abstract, whole)
-        return state
+        def made() -> State:
+            state: State = jax.tree.map(sharded, abstract, program(seed))
+            return state
+
+        return made
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the initial state, from the config's seed; each device makes its
@@ -221,16 +219,21 @@ class Programs:
         )
         return jax.jit(init, out_shardings=shardings).lower()
 
-    def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Yields the other programs of a run by name.
+    def compile_others(
+        self, eval_batch_size: int, executable: MakeExecutable, executables: MakeExecutables
+    ) -> None:
+        """Compiles the other programs of a run.
 
         They are the initial state, the objective's reference, an eval pass and a checkpoint's
         checksums.
         """
-        yield INIT, self.init()
+        if self.config.optimizer.reproducible_sums:
+            self.reproducible_init(executables)
+        else:
+            executable(INIT, self.init)
         if self._objective.reference is not None:
-            reference = self.reference_pass(eval_batch_size)
-            yield reference.name, reference.lower(self.abstract.model)
+            reading = self.reference_pass(eval_batch_size)
+            self.reference_scores(reading, executable, executables)
         if self.config.evaluation.eval_interval > 0:
             evaluator = Evaluator(
                 self.config,
@@ -241,6 +244,7 @@ class Programs:
                 eval_batch_size,
                 self._objective,
             )
-            yield evaluator.name, evaluator.lower(adapted_shapes(self.config, self.abstract))
+            shapes = adapted_shapes(self.config, self.abstract)
+            executable(evaluator.name, lambda: evaluator.lower(shapes))
         if self.config.checkpoint.enable_checkpointing:
-            yield CHECKSUMS, lower_checksums(self.abstract.saved)
+            executable(CHECKSUMS, lambda: lower_checksums(self.abstract.saved))

@@ -20,7 +20,15 @@ from maxbatch.run.pretraining import train
 from maxbatch.run.programs import checked_mesh_shape
 from maxbatch.system.errors import ConfigError
 from tests.helpers.corpus import write_jsonl
-from tests.helpers.tiny import MEASURED, UNMEASURED, UNSAVED, one_layer_config, read_metrics
+from tests.helpers.tiny import (
+    MEASURED,
+    ONE_LAYER,
+    TINY_RUN,
+    UNMEASURED,
+    UNSAVED,
+    one_layer_config,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.runs
 
@@ -73,9 +81,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_padding_passes_devices_and_a_resume_change_no_bit(whole: Path, tmp_path: Path) -> None:
+def test_padding_passes_devices_a_resume_and_saved_programs_change_no_bit(
+    whole: Path, tmp_path: Path
+) -> None:
     run(tmp_path, 3, 1, "steps=2", "batch_padding=true")
-    lines = run(tmp_path, 4, 1, "steps=4", "ici_data_parallelism=2")
+    keys, saved = ("steps=4", "ici_data_parallelism=2"), tmp_path / "saved"
+    words = [*TINY_RUN, ONE_LAYER, *RUN, *keys, "per_device_batch_size=1"]
+    main(["compile", *words, "--output", str(saved)])  # for all devices
+    lines = run(tmp_path, len(jax.devices()), 1, *keys, f"compiled_dir={saved}")
+    assert lines[-1]["compiles"] == 0
     expected = read_metrics(whole)
     assert [[line[name] for name in SAME] for line in lines] == [
         [line[name] for name in SAME] for line in expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ class Compiled(NamedTuple):
     """A program that was compiled, or that does not fit."""
 
     verdict: Verdict
-    executable: jax.stages.Compiled | None  # None if it does not fit
+    executable: jax.stages.Compiled | None  # None if it does not fit, or is of several programs
     modelled: Modelled
 
 
@@ -125,17 +126,97 @@ def compile_one(
     )
 
 
+class ProgramsElsewhere:
+    """The programs of a run, compiled for devices that need not be here, each name once.
+
+    A program for one device is compiled for the first one alone.
+
+    Args:
+      say: is told of each program.
+
+    Attributes:
+      done: by name.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        hlo: Path | None = None,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._config, self._target, self._hlo, self._say = config, target, hlo, say
+        self.done: dict[str, Compiled] = {}
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Compiles a program.
+
+        Raises:
+          DoesNotFit: the compiler refuses it, or it needs more memory than there is.
+        """
+        if name not in self.done:
+            self._say(name)
+            self.done[name] = compile_one(name, lower(), self._target, self._config, self._hlo)
+        executable = self.done[name].executable
+        if executable is None:
+            raise DoesNotFit(name)
+        return executable
+
+    def executables(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], devices: Sequence[jax.Device]
+    ) -> dict[jax.Device, jax.stages.Compiled]:
+        """Compiles a program for one device, as `executable` does."""
+        return dict.fromkeys(devices, self.executable(name, lower))
+
+    def update(self, programs: Programs, update: Update) -> Compiled:
+        """Compiles an update; one of several programs has their sum, and no executable."""
+        from maxbatch.run.programs import step_name
+
+        name = step_name(update.shape)
+        if self._config.reproducible_sums:
+            self.done[name] = self._sum_of_programs(programs, update)
+        else:
+            self._say(name)
+            self.done[name] = compile_one(
+                name, programs.step(update.shape), self._target, self._config, self._hlo, update
+            )
+        return self.done[name]
+
+    def _sum_of_programs(self, programs: Programs, update: Update) -> Compiled:
+        from maxbatch.around.compile.modelled import sum_of_times
+        from maxbatch.config.recipes import slots_per_row
+        from maxbatch.run.compile.memory import largest_of
+
+        config, target = self._config, self._target
+        try:
+            uses = programs.reproducible_update(
+                update.shape, self.executable, self.executables
+            ).uses
+        except DoesNotFit as error:
+            return self.done[error.name]
+        parts = [(self.done[name], use) for name, use in uses.items()]
+        verdict = largest_of(
+            [(part.verdict, use.held_bytes) for part, use in parts], target.memory_bytes
+        )
+        times = [(part.modelled, use.runs) for part, use in parts]
+        slots, peak = slots_per_row(config), config.peak_tflops_per_device
+        modelled = sum_of_times(times, target, config.decoder, slots, peak, update.shape)
+        return Compiled(verdict, None, modelled.of_samples(update.share))
+
+
+class DoesNotFit(Exception):
+    """A program does not fit the devices' memory."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
     """Returns the update of a run that needs the most memory, compiled for devices."""
-    from maxbatch.run.programs import step_name
-
     programs, updates = programs_on(config, target, plan)
-    done = [
-        compile_one(
-            step_name(update.shape), programs.step(update.shape), target, config, update=update
-        )
-        for update in updates
-    ]
+    elsewhere = ProgramsElsewhere(config, target)
     return max(
-        done, key=lambda program: (not program.verdict.fits, program.verdict.needed_bytes or 0)
+        (elsewhere.update(programs, update) for update in updates),
+        key=lambda program: (not program.verdict.fits, program.verdict.needed_bytes or 0),
     )

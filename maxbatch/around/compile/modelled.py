@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from maxbatch.around.compile.clock import Operation, schedule_of
@@ -71,12 +72,7 @@ def model_time(
         return Modelled()
     schedule = schedule_of(read_hlo(text), chip, shape.max_micro_batches if shape else 1)
     seconds = schedule.seconds(chip)
-    rate = mfu = None
-    peak = mfu_peak(chip, config.quantization, peak_tflops)
-    if shape and seconds and peak:
-        tokens = shape.micro_batch * shape.max_micro_batches * slots
-        rate = tokens / len(target.devices) / seconds
-        mfu = rate * model_flops_per_token(config) / (peak.tflops * 1e12)
+    rate, mfu = _rates(seconds, target, config, slots, peak_tflops, shape)
     return Modelled(
         compute_cycles=round(schedule.compute_cycles),
         kernel_cycles=round(schedule.kernel_cycles),
@@ -87,6 +83,64 @@ def model_time(
         modelled_mfu=mfu,
         operations=schedule.dearest(_DEAREST),
     )
+
+
+def sum_of_times(
+    programs: Sequence[tuple[Modelled, int]],
+    target: Target,
+    config: DecoderConfig,
+    slots: int,
+    peak_tflops: float | None,
+    shape: BatchShape,
+) -> Modelled:
+    """Returns the figures of an update of several programs that run one after another.
+
+    Args:
+      programs: the figures of each, and its runs in the update.
+      slots, peak_tflops: as in `model_time`.
+      shape: the batch.
+    """
+    if not has_clock(target):
+        return Modelled()
+
+    def total(name: str) -> float:
+        return sum((getattr(program, name) or 0) * runs for program, runs in programs)
+
+    cycles: Counter[tuple[str, str]] = Counter()
+    for program, runs in programs:
+        for operation in program.operations:
+            cycles[operation.name, operation.source] += operation.cycles * runs
+    seconds = total("modelled_step_s")
+    rate, mfu = _rates(seconds, target, config, slots, peak_tflops, shape)
+    return Modelled(
+        compute_cycles=round(total("compute_cycles")),
+        kernel_cycles=round(total("kernel_cycles")),
+        hidden_collective_bytes=round(total("hidden_collective_bytes")),
+        exposed_collective_bytes=round(total("exposed_collective_bytes")),
+        modelled_step_s=seconds,
+        modelled_tokens_per_second_per_device=rate,
+        modelled_mfu=mfu,
+        operations=[Operation(*key, cycles=n) for key, n in cycles.most_common(_DEAREST)],
+    )
+
+
+def _rates(
+    seconds: float | None,
+    target: Target,
+    config: DecoderConfig,
+    slots: int,
+    peak_tflops: float | None,
+    shape: BatchShape | None,
+) -> tuple[float | None, float | None]:
+    """Returns tokens per second of a device, and MFU, of an update that takes so long; None for
+    another program.
+    """
+    peak = mfu_peak(target.chip, config.quantization, peak_tflops)
+    if not (shape and seconds and peak):
+        return None, None
+    tokens = shape.micro_batch * shape.max_micro_batches * slots
+    rate = tokens / len(target.devices) / seconds
+    return rate, rate * model_flops_per_token(config) / (peak.tflops * 1e12)
 
 
 def has_clock(target: Target) -> bool:

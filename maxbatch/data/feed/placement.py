@@ -87,6 +87,9 @@ class Placement:
       length: L.
       expansion: e; 1 if every host loads its own rows.
       dtypes: the arrays of a batch, by their names in the stream.
+
+    Attributes:
+      final: as given.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Placement:
     ) -> None:
         mesh = final.mesh
         assert isinstance(mesh, Mesh), "of devices"
-        self.mesh, self.spec, self._final = mesh, final.spec, final
+        self.mesh, self.spec, self.final = mesh, final.spec, final
         self.length, self._expansion = length, expansion
         self._dtypes = dict(dtypes)
         self._device_loads = np.array(
@@ -127,7 +130,7 @@ class Placement:
         if self._expansion == 1:
             return lambda staged: staged
         slots_of_part = [np.flatnonzero(row_S >= 0) for row_S in self._row_of_slot(micro_batch)]
-        rows = NamedSharding(self._final.mesh, P(*self._final.spec[1:]))
+        rows = NamedSharding(self.final.mesh, P(*self.final.spec[1:]))
 
         def joined(parts: Sequence[jax.Array]) -> jax.Array:
             real = [part[slots] for part, slots in zip(parts, slots_of_part, strict=True)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from maxbatch.data.feed.placement import Batch
-from maxbatch.parallel.trees import Tree
+from maxbatch.parallel.sharding import shard_bytes
 from maxbatch.run.compile.compiler import (
     HBM,
     LACKS_HBM,
@@ -122,6 +121,28 @@ def compile_for(
     return verdict, compiled if fits else None
 
 
+def largest_of(verdicts: Sequence[tuple[Verdict, int]], available_bytes: int | None) -> Verdict:
+    """Returns the verdict on programs that run one after another among a run's arrays: the memory
+    of the one that needs most.
+
+    Args:
+      verdicts: of compiled programs, each with the bytes of the arrays that are in memory while the
+        program runs, its arguments among them.
+      available_bytes: memory of a device; None: it is unknown.
+    """
+
+    def among_arrays(memory: Memory, held_bytes: int) -> Memory:
+        beside = held_bytes - memory.argument_bytes
+        peak = None if memory.peak_bytes is None else memory.peak_bytes + beside
+        return dataclasses.replace(memory, argument_bytes=held_bytes, peak_bytes=peak)
+
+    memories = [among_arrays(v.memory, held) for v, held in verdicts if v.memory is not None]
+    most = max(memories, key=lambda memory: memory.needed_bytes)
+    fits = available_bytes is None or most.needed_bytes <= available_bytes
+    seconds = sum(verdict.seconds for verdict, _ in verdicts)
+    return Verdict(fits, most.needed_bytes, available_bytes, most, seconds)
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The bytes of one device by kind; gradients and activations are temporaries."""
@@ -136,18 +157,11 @@ class Parts:
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     """Returns the parts known from shapes and shardings; activations are 0."""
     trained, optimizer = (
-        _shard_bytes(abstract.params),
-        _shard_bytes((abstract.opt_state, abstract.average)),
+        shard_bytes(abstract.params),
+        shard_bytes((abstract.opt_state, abstract.average)),
     )
-    parameters = trained + _shard_bytes(abstract.frozen)
-    return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
-
-
-def _shard_bytes(tree: Tree) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
-    )
+    parameters = trained + shard_bytes(abstract.frozen)
+    return Parts(parameters, optimizer, shard_bytes(batch), gradients=trained, activations=0)
 
 
 def gigabytes(num_bytes: int | None) -> str:

@@ -15,13 +15,14 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.parallel.jax_internals import load_executable
+from maxbatch.parallel.jax_internals import load_executable, load_on_device
 from maxbatch.plan.rampup import Stage
 from maxbatch.run.compile.target import device_facts, machine_name
 from maxbatch.system.errors import ConfigError, one_line, reading, writing
@@ -31,6 +32,7 @@ from maxbatch.system.storage.bounded import RefusedContent, read_bytes, read_jso
 from maxbatch.system.storage.leases import leased
 from maxbatch.system.storage.storage import AnyPath, as_path
 
+T = TypeVar("T")
 FORMAT = 3
 MANIFEST = "manifest.json"
 _MOST_BYTES = 4 << 30  # bound of one program
@@ -216,6 +218,22 @@ class SavedPrograms:
         Raises:
           ConfigError: the file is missing, damaged, or not an executable for these devices.
         """
+        return self._loaded(name, lambda content: load_executable(content, lower(), self._mesh))
+
+    def load_on(
+        self, name: str, lower: Callable[[], jax.stages.Lowered], devices: Sequence[jax.Device]
+    ) -> dict[jax.Device, jax.stages.Compiled]:
+        """Loads a program for one device onto several, without compiling; the program is lowered.
+
+        Raises:
+          ConfigError: as `load`.
+        """
+        lowered = lower()
+        return self._loaded(
+            name, lambda content: {d: load_on_device(content, lowered, d) for d in devices}
+        )
+
+    def _loaded(self, name: str, load: Callable[[bytes], T]) -> T:
         path = self._folder / f"{name}.bin"
         try:
             with reading(path, "compile again"):
@@ -227,7 +245,7 @@ class SavedPrograms:
                 f"{path}: is damaged (its checksum is not the manifest's); compile again"
             )
         try:
-            return load_executable(content, lower(), self._mesh)
+            return load(content)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(one_line(error))
             raise ConfigError(

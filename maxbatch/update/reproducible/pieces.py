@@ -101,14 +101,23 @@ class Pieces:
         size = 2 ** math.ceil(math.log2(max(sum(sizes) / _PIECES, 1)))
         self.size = min(max(size, _SMALLEST_PIECE), _LARGEST_PIECE)
 
+    def num_values(self, band: Band) -> int:
+        """Returns the values of a band in a device's shards."""
+        values: int = sum(math.prod(self._shapes[place]) for place in band.places)
+        return values
+
+    def num_pieces(self, band: Band) -> int:
+        """Returns the pieces of a band on a device."""
+        pieces: int = math.ceil(self.num_values(band) / self.size)
+        return pieces
+
     def cut(self, band: Band, columns: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Cuts columns of a band's whole arrays, one per parameter, inside of a program.
 
         Returns:
           For each piece, that piece of each column: [N, Q].
         """
-        values = sum(math.prod(self._shapes[place]) for place in band.places)
-        num_pieces = math.ceil(values / self.size)
+        num_pieces = self.num_pieces(band)
 
         def cut_shards(columns: list[list[jax.Array]]) -> list[list[jax.Array]]:
             pieces: list[list[jax.Array]] = [[] for _ in range(num_pieces)]

@@ -38,6 +38,7 @@ class DevicePrograms:
 
     Attributes:
       devices: those of this host.
+      names: of the compiled programs.
       whole: sharding of arrays that are whole on every device.
       split: sharding of arrays [N, ...] with a part on each device.
     """
@@ -45,18 +46,30 @@ class DevicePrograms:
     def __init__(
         self, mesh: Mesh, executable: MakeExecutable, executables: MakeExecutables
     ) -> None:
-        self.mesh, self.executable, self._executables = mesh, executable, executables
+        self.mesh, self._executable, self._executables = mesh, executable, executables
+        self.names: list[str] = []
         self._takes_turns = must_take_turns(list(mesh.devices.flat))
         self.devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.whole = NamedSharding(mesh, P())
         self.split = NamedSharding(mesh, P(mesh.axis_names))
 
     def on_mesh(
-        self, name: str, function: Callable[..., Any], *arguments: Any, out: Any = None
+        self, name: str, function: Callable[..., Any], *arguments: Any, out: Any
     ) -> jax.stages.Compiled:
-        """Compiles a program on the mesh for the forms of its arguments."""
+        """Compiles a program on the mesh for the forms of its arguments.
+
+        Args:
+          out: shardings of its results, so that the program can be loaded elsewhere.
+        """
         jitted = jax.jit(function, out_shardings=out)
-        return self.executable(name, lambda: jitted.lower(*arguments))
+        return self.lowered_on_mesh(name, lambda: jitted.lower(*arguments))
+
+    def lowered_on_mesh(
+        self, name: str, lower: Callable[[], jax.stages.Lowered]
+    ) -> jax.stages.Compiled:
+        """Compiles a program on the mesh that `lower` lowers."""
+        self.names.append(name)
+        return self._executable(name, lower)
 
     def on_devices(
         self,
@@ -72,6 +85,7 @@ class DevicePrograms:
         jitted = jax.jit(function, out_shardings=place, donate_argnums=donated)
         forms = jax.tree.map(lambda x: form(x.shape, x.dtype, place), arguments)
         devices = self.devices[:1] if only_first else self.devices
+        self.names.append(name)
         return self._executables(name, lambda: jitted.lower(*forms), devices)
 
     def run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:

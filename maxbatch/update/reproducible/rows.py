@@ -26,6 +26,7 @@ class AtomRows:
 
     Attributes:
       form: of an atom's rows, [r, L].
+      num_atoms: of a device, in a batch of all micro-batches.
     """
 
     def __init__(
@@ -39,10 +40,14 @@ class AtomRows:
             return arranged
 
         self._arrange = None
+        of_shape = f"{shape.micro_batch}-{shape.max_micro_batches}"
         if isinstance(staged.tokens, tuple):  # of load expansion
-            self._arrange = programs.on_mesh("arrange", arrange_all, staged)
+            self._arrange = programs.on_mesh(
+                f"arrange-{of_shape}", arrange_all, staged, out=placement.final
+            )
         per_device = shape.micro_batch // programs.mesh.size
         self._atoms_per_pass = per_device // num_rows
+        self.num_atoms = self._atoms_per_pass * shape.max_micro_batches
         batch, self.form = (
             Batch(*(None if x is None else form((*size, x.shape[-1]), x.dtype) for x in of_slots))
             for of_slots in [[x[0] if isinstance(x, tuple) else x for x in staged]]
@@ -56,7 +61,7 @@ class AtomRows:
             return taken
 
         index = form((), jnp.int32)
-        self._take = programs.on_devices("take", take, (batch, index, index))
+        self._take = programs.on_devices(f"take-{of_shape}", take, (batch, index, index))
 
     def of(self, batch: Batch, num_micro_batches: int) -> Iterator[dict[jax.Device, Batch]]:
         """Yields the atoms of a batch's first micro-batches, one on each of this host's devices at

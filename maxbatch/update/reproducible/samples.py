@@ -7,6 +7,8 @@ Shapes: M samples of a batch, N devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class SamplesAlone:
-    """A pass over batches of samples with given parameters.
+    """A pass over batches of samples, compiled.
 
     Args:
-      params: the parameters, in their shards.
+      abstract: shapes and shardings of the parameters.
     """
 
-    def __init__(self, programs: DevicePrograms, reading: ReferencePass, params: State) -> None:
+    def __init__(self, programs: DevicePrograms, reading: ReferencePass, abstract: State) -> None:
         self._programs = programs
         self._rows = AtomRows(programs, reading.placement, reading.shape, 1)
         figures_of = reading.figures_on(mesh_of(programs.devices[0]))
-        forms = jax.tree.map(lambda x: form(x.shape, x.dtype), params)
+        forms = jax.tree.map(lambda x: form(x.shape, x.dtype), abstract)
         of_sample = jax.eval_shape(figures_of, forms, self._rows.form)
         per_device = reading.shape.micro_batch // programs.mesh.size
         of_device = jax.tree.map(
@@ -59,20 +61,34 @@ class SamplesAlone:
         def joined(figures: Any) -> Any:
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), figures)
 
-        self._join = programs.on_mesh("samples", joined, of_all, out=programs.whole)
-        leaves, structure = jax.tree.flatten(params)
-        gather = programs.on_mesh("gather", lambda arrays: arrays, leaves, out=programs.whole)
-        whole = programs.run(gather, leaves)
-        self._params = {d: jax.tree.unflatten(structure, on(d, whole)) for d in programs.devices}
+        self._join = programs.on_mesh(f"{reading.name}-samples", joined, of_all, out=programs.whole)
+        leaves = jax.tree.leaves(abstract)
+        self._gather = programs.on_mesh(
+            f"{reading.name}-gather", lambda arrays: arrays, leaves, out=programs.whole
+        )
 
-    def __call__(self, batch: Batch) -> Any:
-        """Returns the figures of a batch, [M, ...], whole on every device."""
+    def under(self, params: State) -> Callable[[Batch], Any]:
+        """Returns the function that computes the figures of a batch, [M, ...], whole on every
+        device.
+
+        Args:
+          params: the parameters, in their shards.
+        """
+        programs = self._programs
+        leaves, structure = jax.tree.flatten(params)
+        whole = programs.run(self._gather, leaves)
+        return partial(
+            self._figures,
+            {d: jax.tree.unflatten(structure, on(d, whole)) for d in programs.devices},
+        )
+
+    def _figures(self, params: dict[jax.Device, State], batch: Batch) -> Any:
         programs = self._programs
         figures = {d: jax.device_put(self._nothing, d) for d in programs.devices}
         for number, samples in enumerate(self._rows.of(batch, 1)):
             for device, sample in samples.items():
                 figures[device] = self._add[device](
-                    self._params[device], figures[device], np.int32(number), sample
+                    params[device], figures[device], np.int32(number), sample
                 )
         parts = programs.of_devices([figures[device] for device in programs.devices])
         return programs.run(self._join, parts)

@@ -15,6 +15,7 @@ Shapes: N devices, F figures.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.sharding import shard_bytes
 from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.update.balance import (
@@ -69,6 +71,7 @@ from maxbatch.update.reproducible.programs import (
     on,
 )
 from maxbatch.update.reproducible.rows import AtomRows
+from maxbatch.update.reproducible.uses import Held, Use, uses_of
 from maxbatch.update.spikes import SpikeWindow, judge
 from maxbatch.update.state import TrainState
 from maxbatch.update.step import StepMetrics, abstract_settings, may_overflow, moved_average
@@ -125,6 +128,10 @@ class ReproducibleUpdate:
       shape: of the batches.
       executable: compiles a program.
       executables: compiles a program for the first of some devices, and loads it on all.
+
+    Attributes:
+      uses: the use of each program by an update, by its name. Only the names of the programs that
+        take rows from a batch, `take` and `arrange`, depend on the shape.
     """
 
     def __init__(
@@ -155,7 +162,25 @@ class ReproducibleUpdate:
         self._compile_bands(abstract, [sums.gradient[place] for place in self._places])
         if self._atoms.balance is not None:
             self._compile_balanced(abstract, self._atoms.balance)
-        self._hash = executable("hash", self._hasher.lower)
+        self._hash = programs.lowered_on_mesh("hash", self._hasher.lower)
+        self.uses = self._find_uses(abstract, placement.abstract_batch(shape))
+
+    def _find_uses(self, abstract: TrainState, batch: Batch) -> dict[str, Use]:
+        """Returns the uses of the programs."""
+        programs = self._programs
+        models = jax.tree.leaves((abstract.params, abstract.frozen))
+        held = Held(
+            state=shard_bytes((abstract.saved, abstract.frozen)),
+            batch=shard_bytes(batch),
+            model=sum(x.size * x.dtype.itemsize for x in models) if programs.mesh.size > 1 else 0,
+            sums=sum(
+                x.size * x.dtype.itemsize
+                for x in jax.tree.leaves(jax.eval_shape(self._atoms.nothing))
+            ),
+            gradient=4 * sum(map(self._pieces.num_values, self._pieces.bands)),
+            band=self._largest_band,
+        )
+        return uses_of(programs.names, held, self._rows.num_atoms, self._num_pieces)
 
     def _compile_atoms(self, abstract: TrainState) -> AtomSums:
         """Compiles the programs that add atoms up; returns the forms of all devices' sums."""
@@ -300,21 +325,28 @@ class ReproducibleUpdate:
         ]
         columns = self._columns(abstract, gradient, moments)
         scalar_forms = [form(x.shape, x.dtype) for x in scalars]
-        steps: dict[tuple[Any, bool], OnDevices] = {}
+        steps: dict[tuple[Any, bool], tuple[str, OnDevices]] = {}
         self._bands = []
+        self._num_pieces: Counter[str] = Counter()  # of all bands, by the program that steps them
+        self._largest_band = 0  # bytes of its pieces on a device
         for number, band in enumerate(self._pieces.bands):
             of_band = _of_band(band, columns)
             kind = band.dtype, band.decays
             if kind not in steps:
                 dtypes = [column[0].dtype for column in of_band]
-                steps[kind] = self._compile_step(
-                    f"piece-{len(steps)}", band.decays, dtypes, scalar_forms
-                )
+                name = f"piece-{len(steps)}"
+                steps[kind] = name, self._compile_step(name, band.decays, dtypes, scalar_forms)
+            name, step = steps[kind]
             self._bands.append(
                 self._compile_band(
-                    str(number), band, [sums[place] for place in band.places], of_band, steps[kind]
+                    str(number), band, [sums[place] for place in band.places], of_band, step
                 )
             )
+            num_pieces = self._pieces.num_pieces(band)
+            self._num_pieces[name] += num_pieces
+            of_value = sum(column[0].dtype.itemsize for column in of_band)
+            in_pieces = num_pieces * self._pieces.size * of_value
+            self._largest_band = max(self._largest_band, in_pieces)
 
     def _compile_step(
         self,
@@ -363,7 +395,7 @@ class ReproducibleUpdate:
             programs.on_devices(
                 f"squares-{name}", squares, (whole, self._figures_form().figures_F), only_first=True
             ),
-            programs.on_mesh(f"cut-{name}", cut, columns),
+            programs.on_mesh(f"cut-{name}", cut, columns, out=split),
             step,
             programs.on_mesh(
                 f"join-{name}",
