@@ -5,8 +5,8 @@ Logits are the largest array of a small model. Here they are turned at once into
 their input and weight, so they are computed once and never kept for the backward pass. If they are
 large, only one piece of the length exists at a time.
 
-Shapes: M micro-batch, L length, D model, V vocabulary; S batch shards, C pieces of the length, T
-tokens of one piece of one shard (M / S * L / C).
+Shapes: M micro-batch, L length, D model, V vocabulary; S shards of the tokens, C pieces of a
+shard's length, T tokens of one piece of one shard (M * L / S / C).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.products import exchanges_tokens, product
 from maxbatch.model.scores import soft_capped
-from maxbatch.parallel.sharding import OVER_ROWS, Constrain, unconstrained
+from maxbatch.parallel.sharding import OVER_ROWS, OVER_TOKENS, Constrain, unconstrained
 
 # Most float32 logits of one shard at a time: 512 MiB, but 16 MiB on a CPU, where fresh pages cost
 # more than short products (0.86 of the time of a step with 21M parameters and 512 tokens a shard).
@@ -60,8 +60,9 @@ def token_losses(
       x_MxLxD: the last hidden state; the output projection is cast to its dtype.
       targets_MxL: int32 in [0, V): the token to predict at each position.
       weights_MxL: float32: how much each position counts; 0 leaves it out.
-      batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part
-        of w's gradient, and the parts are reduced once, after the last piece.
+      batch_shards: parts of M on different devices; M is a multiple of it. Each of these, and of
+        the shares of a row that the context axis splits, sums its own part of w's gradient, and the
+        parts are reduced once, after the last piece.
     """
     constrain = rules.constrain
     weight_sum = jnp.sum(weights_MxL)
@@ -69,17 +70,19 @@ def token_losses(
     width, vocabulary = w_DxV.shape
 
     # Where it moves fewer bytes, devices exchange tokens, and each has a part of the vocabulary.
-    axes = Axes("batch", "vocab")
+    axes, shares = Axes(OVER_TOKENS, "vocab"), _shares(length, constrain)
     if exchanges_tokens(targets_MxL.size, vocabulary, constrain):
-        axes = Axes(None, OVER_ROWS)
+        axes = Axes("length", OVER_ROWS)
         x_MxLxD, targets_MxL, weights_MxL = (
             constrain(array, (None, "length", "embed")[: array.ndim])
             for array in (x_MxLxD, targets_MxL, weights_MxL)
         )
         vocabulary, batch_shards = vocabulary // batch_shards, 1
 
-    pieces = _num_pieces(rows // batch_shards, length, (width, vocabulary), constrain.platform)
-    cut = partial(_cut, shards=batch_shards, pieces=pieces)
+    pieces = _num_pieces(
+        rows // batch_shards, length // shares, (width, vocabulary), constrain.platform
+    )
+    cut = partial(_cut, shards=batch_shards, shares=shares, pieces=pieces)
     w_DxV = w_DxV.astype(x_MxLxD.dtype)
     return _loss_sum(
         cut(x_MxLxD), w_DxV, cut(targets_MxL), cut(weights_MxL), rules, axes
@@ -157,12 +160,21 @@ def target_scores(
     """
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
     rows, length = targets_MxL.shape
-    pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, decoder.constrain.platform)
+    shares = _shares(length, decoder.constrain)
+    pieces = _num_pieces(
+        rows // batch_shards, length // shares, w_DxV.shape, decoder.constrain.platform
+    )
 
     def cut(array_MxL: jax.Array) -> jax.Array:
-        return jnp.moveaxis(
-            array_MxL.reshape(rows, pieces, length // pieces, *array_MxL.shape[2:]), 1, 0
-        )
+        """Reshapes [M, L, ...] to [C, M, T, ...]: each piece has tokens of every share."""
+        rest = array_MxL.shape[2:]
+        cut = array_MxL.reshape(rows, shares, pieces, length // shares // pieces, *rest)
+        return jnp.moveaxis(cut, 2, 0).reshape(pieces, rows, length // pieces, *rest)
+
+    def joined(scores_CxMxT: jax.Array) -> jax.Array:
+        """Undoes `cut`."""
+        cut = scores_CxMxT.reshape(pieces, rows, shares, -1)
+        return jnp.moveaxis(cut, 0, 2).reshape(rows, length)
 
     @jax.checkpoint
     def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> TokenScores:
@@ -178,9 +190,13 @@ def target_scores(
     _, scores = jax.lax.scan(
         lambda _, xs: (None, piece(*xs)), None, (cut(x_MxLxD), cut(targets_MxL))
     )
-    return TokenScores(
-        *(jnp.moveaxis(scores_CxMxT, 0, 1).reshape(rows, length) for scores_CxMxT in scores)
-    )
+    return TokenScores(*map(joined, scores))
+
+
+def _shares(length: int, constrain: Constrain) -> int:
+    """Returns the shares of a row on different devices."""
+    (axis,) = constrain.spec((length,), ("length",))
+    return constrain.mesh.shape[axis] if constrain.mesh is not None and axis else 1
 
 
 def _num_pieces(rows: int, length: int, projection: tuple[int, ...], platform: str) -> int:
@@ -199,11 +215,16 @@ def _num_pieces(rows: int, length: int, projection: tuple[int, ...], platform: s
     return next(fits, length)
 
 
-def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
-    """Reshapes [M, L, ...] to [C, S, T, ...]."""
+def _cut(array_MxL: jax.Array, shards: int, shares: int, pieces: int) -> jax.Array:
+    """Reshapes [M, L, ...] to [C, S, T, ...]; S are shards of the rows x shares of the length.
+
+    Every piece has tokens of all shares. In pieces of whole rows, a piece would be on the devices
+    of one share alone, and all others would gather it and compute it as well.
+    """
     rows, length, *rest = array_MxL.shape
-    cut = array_MxL.reshape(shards, rows // shards, pieces, length // pieces, *rest)
-    return jnp.moveaxis(cut, 2, 0).reshape(pieces, shards, -1, *rest)
+    tokens = length // shares // pieces
+    cut = array_MxL.reshape(shards, rows // shards, shares, pieces, tokens, *rest)
+    return jnp.moveaxis(cut, (3, 2), (0, 2)).reshape(pieces, shards * shares, -1, *rest)
 
 
 def _cross_entropy(

@@ -36,6 +36,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 OVER_HEADS = "over_heads"  # heads split in place of the length
+OVER_TOKENS = "over_tokens"  # a dimension split as rows and length are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +103,15 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
     Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already,
     which is none of them. They also split `OVER_ROWS`: a dimension of an array that has the rows of
     the whole batch on every device. `OVER_HEADS` are heads of whole rows, which the context axis
-    splits too.
+    splits too. `OVER_TOKENS` are shares of rows, on as many devices as there are.
     """
 
     def axes_of(name: str, size: int) -> tuple[str, ...] | str | None:
         if name == "batch":
             return batch_axes
+        if name == OVER_TOKENS:
+            axes = (*batch_axes, "context")
+            return axes if size % num_shards(mesh, axes) == 0 else batch_axes
         if name == OVER_ROWS:
             axes = (*batch_axes, "tensor")
             return axes if size % num_shards(mesh, axes) == 0 else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,10 +17,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.decoder import Hidden
-from maxbatch.model.loss import MAX_LOGITS, Rules, token_losses
+from maxbatch.model.loss import MAX_LOGITS, Rules, target_scores, token_losses
 from maxbatch.model.products import exchanges_tokens
 from maxbatch.model.scores import soft_capped
-from maxbatch.parallel.sharding import OVER_ROWS, Constrain, activation_constraint, unconstrained
+from maxbatch.parallel.sharding import (
+    OVER_ROWS,
+    OVER_TOKENS,
+    Constrain,
+    activation_constraint,
+    unconstrained,
+)
 from tests.helpers.tiny import loss_sums
 
 M, L, D, V = 8, 12, 16, 96
@@ -175,18 +183,22 @@ def test_a_loss_without_gradient_computes_none(options: dict[str, int]) -> None:
     assert compiled.cost_analysis()["flops"] < 0.6 * gradient.cost_analysis()["flops"]
 
 
-MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 1, 8)]
+MESHES = [(1, 8, 1, 1), (2, 4, 1, 1), (4, 2, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1), (1, 2, 1, 4)]
 
 
 @pytest.mark.parametrize("max_logits", [None, 2 * 4 * V])
 @pytest.mark.parametrize("split", ["rows", "vocabulary"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
-    shape: tuple[int, int, int], split: str, max_logits: int | None
+    shape: tuple[int, int, int, int], split: str, max_logits: int | None
 ) -> None:
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None, "length": None}
-    axes_of = axis_of | {OVER_ROWS: ("fsdp", "tensor") if split == "vocabulary" else None}
+    names = ("data", "fsdp", "tensor", "context")
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4)
+    axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None, "length": "context"}
+    axes_of = axis_of | {
+        OVER_ROWS: ("fsdp", "tensor") if split == "vocabulary" else None,
+        OVER_TOKENS: ("fsdp", "context"),
+    }
 
     constrain = Constrain(
         mesh, lambda _, axes: P(*(axes_of[axis] if axis else None for axis in axes))
@@ -200,13 +212,44 @@ def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
 
     x, w, targets, weights = inputs()
     split = [a.reshape(shape[0], -1, *a.shape[1:]) for a in (x, targets, weights)]
-    x_s, targets_s, weights_s = (place(a, "data", "fsdp") for a in split)
+    x_s, targets_s, weights_s = (place(a, "data", "fsdp", "context") for a in split)
     losses, (grad_x, grad_w) = jax.jit(per_replica)(
         x_s, place(w, "fsdp", "tensor"), targets_s, weights_s
     )
     expected = jax.value_and_grad(plain, (0, 1))(x, w, targets, weights)
     assert_close(losses.sum(), expected[0], 1e-6)
     assert_close((grad_x.reshape(x.shape), grad_w.sum(axis=0)), expected[1], 1e-6)
+
+
+@pytest.mark.parametrize("is_scored", [False, True], ids=["loss", "scores"])
+def test_each_device_of_a_row_computes_the_logits_of_its_own_share_alone(is_scored: bool) -> None:
+    names = ("data", "fsdp", "tensor", "pipeline", "context")
+    mesh = jax.make_mesh((1, 2, 1, 1, 4), names, axis_types=(AxisType.Auto,) * 5)
+    constrain = activation_constraint(mesh, ("fsdp", "pipeline"))
+    specs = P("fsdp", "context"), P(), P("fsdp", "context"), P("fsdp", "context")
+    x, *others = (
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(inputs(), specs, strict=True)
+    )
+
+    def scores(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        decoder: Any = SimpleNamespace(
+            constrain=constrain, output_projection=lambda: w, capped=lambda logits: logits
+        )
+        logprobs = target_scores(decoder, x, targets, batch_shards=2).logprobs_MxL
+        return -jnp.sum(logprobs * weights)
+
+    loss = scores if is_scored else fused(batch_shards=2, rules=Rules(constrain))
+    with (
+        mock.patch.dict(MAX_LOGITS, {"cpu": 1}),
+        mock.patch("maxbatch.model.loss.exchanges_tokens", return_value=False),
+    ):
+        program = jax.jit(jax.value_and_grad(loss)).lower(x, *others).compile()
+    text = program.as_text() or ""
+    assert " while(" in text, "the length is cut"
+    assert not re.search(r" all-gather(-start)?\(", text)
+    expected = jax.value_and_grad(plain)(*inputs())
+    assert_close(program(x, *others), expected)
 
 
 def test_the_vocabulary_is_split_where_a_micro_batch_has_fewer_tokens_than_words() -> None:

@@ -88,6 +88,23 @@ def test_a_ring_of_kernels_attends_as_one_device_and_has_its_gradients(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), whole, ring)
 
 
+@pytest.mark.runs
+def test_in_a_ring_of_kernels_a_document_changes_no_other_one_of_its_row() -> None:
+    length, (first, end) = 512, (200, 384)  # the third document: over the parts of both devices
+    constrain = constrained(length, fsdp=2, context=2, tensor=2)
+    segments = jnp.asarray(segments_of(length))
+    rules = ScoreRules(strategy="ring", is_balanced=True, implementation="splash")
+    draw = np.random.default_rng(0)
+    arrays = [jnp.asarray(draw.normal(size=(2, length, 2, WIDTH)), jnp.float32) for _ in range(3)]
+    run = jax.jit(lambda *arrays: attend(*arrays, segments, rules, constrain))
+    changed = [x.at[0, first:end].add(1.0) for x in arrays]
+    before, after = np.asarray(run(*arrays)), np.asarray(run(*changed))
+    rest = np.ones((2, length), bool)
+    rest[0, first:end] = False
+    np.testing.assert_array_equal(before[rest], after[rest])
+    assert (before[~rest] != after[~rest]).any()
+
+
 @pytest.mark.parametrize(
     ("num_parts", "rules", "busiest"),
     [

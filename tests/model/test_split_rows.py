@@ -135,6 +135,19 @@ def test_rows_of_any_length_attend_alike(strategy: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_of_200_documents_attends_alike(strategy: str) -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 4, size=200)
+    lengths[0] += -lengths.sum() % 8  # the parts of the devices have edges inside of documents
+    segments = jnp.asarray(np.repeat(np.arange(200), lengths)[None], jnp.int32)
+    shape = (1, segments.shape[1], HEADS, WIDTH)
+    q, k, v = (jnp.asarray(draw.normal(size=shape), jnp.float32) for _ in range(3))
+    constrain, rules = constrained(tensor=2, context=4), ScoreRules(**STRATEGIES[strategy])  # type: ignore[arg-type]
+    split = jax.jit(lambda *arrays: attend(*arrays, segments, rules, constrain))(q, k, v)
+    np.testing.assert_allclose(attend(q, k, v, segments), split, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_document_changes_no_other_one_of_its_row(strategy: str) -> None:
     rules = ScoreRules(**STRATEGIES[strategy])  # type: ignore[arg-type]
     constrain, (q, k, v) = constrained(data=2, context=4), operands(2)

@@ -146,7 +146,13 @@ FORMS = {
 }
 IN_LOOP = ("scan_layers=true", "remat_policy=full")
 LAYOUTS_OF = {
-    "deepseek": {"experts, tensor and pipeline": ()},
+    "deepseek": {
+        "experts, tensor and pipeline": (),
+        "context and fsdp, products kept": (
+            "context_parallel_strategy=ring",
+            "context_parallel_load_balance=true",
+        ),
+    },
     "llama4": {"experts, tensor and fsdp": IN_LOOP, "context and fsdp, products kept": ()},
     "gemma4": {"experts, tensor and pipeline": ()},
     "qwen3_next": {  # each device of a context axis runs the rule over whole rows

@@ -125,6 +125,7 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(
                 ours["step"],
                 name,
             )
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-4)
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5]
 
 
