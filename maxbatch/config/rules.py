@@ -361,7 +361,6 @@ def _check_reproducible_sums(config: AllKeys) -> None:
         "opt_type": "" if config.opt_type in _ELEMENTWISE else "which mixes the values of a matrix",
         "quantization": "whose scales are of whole passes" if config.quantization else "",
         "batch_size": "prompts of reinforcement learning" if config.batch_size else "",
-        "max_tokens_per_pass": "whose samples share rows" if config.max_tokens_per_pass else "",
     }
     for name, reason in reasons.items():
         if reason:

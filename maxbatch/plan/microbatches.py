@@ -180,22 +180,25 @@ def _packed(
 
 def held_rows(config: PlanConfig, unit: MicrobatchUnit, most: int, rows_per_sample: int = 1) -> int:
     """Returns the rows that a pass of `max_tokens_per_pass` holds, in whole units, no more than
-    `most`.
+    `most`. With `reproducible_sums` a device has all rows of a sample.
 
     Raises:
       Refusal: it does not hold a unit, or a sample.
     """
-    rows = math.floor(pass_rows(config, unit.num_devices)) // unit.rows * unit.rows
+    is_whole = config.optimizer.reproducible_sums
+    whole = unit.rows * (rows_per_sample if is_whole else 1)
+    rows = math.floor(pass_rows(config, unit.num_devices)) // whole * whole
     if rows < rows_per_sample:
         key, length = "max_tokens_per_pass", config.length.max_target_length
-        least = -(-max(unit.rows, rows_per_sample) // unit.rows) * unit.rows
+        least = -(-max(whole, rows_per_sample) // whole) * whole
         rule = f"x {unit.num_devices} devices must hold at least {least} rows ({unit})"
         if least > unit.rows:
-            rule = f"must hold the {rows_per_sample} rows of a {config.recipe.unit} in one pass"
+            where = "on one device" if is_whole else "in one pass"
+            rule = f"must hold the {rows_per_sample} rows of a {config.recipe.unit} {where}"
         raise Refusal(
             config, key, rule, {key: math.ceil(Fraction(least, unit.num_devices)) * length}
         )
-    return min(rows, -(-most // unit.rows) * unit.rows)
+    return min(rows, -(-most // whole) * whole)
 
 
 def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:

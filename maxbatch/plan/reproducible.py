@@ -66,6 +66,8 @@ def check_reproducible(config: PlanConfig, mesh: MeshShape, manager: RampupBatch
     name = "reproducible_rows"
     stages = [stage for stage in manager.stages if stage.num_steps != 0]
     per_device = math.gcd(*(s.micro_batch_size_to_train_on for s in stages)) // mesh.num_devices
+    if config.batch.max_tokens_per_pass is not None:  # an atom is of whole samples
+        per_device //= config.recipe.rows_per_sample
     rows = config.optimizer[name]
     if per_device % rows:
         rule = f"must divide the {per_device} rows that a device has in a pass"

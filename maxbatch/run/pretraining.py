@@ -523,6 +523,7 @@ class BuiltPretraining:
             placement,
             self.start.position.step,
             programs.packs,
+            programs.rows_of_atom,
         )
         stack.enter_context(feed)
         # reads the first batch
@@ -679,9 +680,11 @@ class RunningPretraining:
     ) -> tuple[TrainState, Dispatched]:
         planned, stream = batch.planned, self.opened.stream
         at = settings.at(planned.first_sample, planned.num_rows)
-        # a host without rows does not know the passes of lengths; the program counts them
-        packs = self.planned.programs.packs
-        taken = batch.shape.max_micro_batches if packs else batch.num_micro_batches
+        taken = batch.num_micro_batches
+        programs = self.planned.programs
+        if programs.packs and not programs.config.optimizer.reproducible_sums:
+            # a host without rows does not know the passes of lengths; the program counts them
+            taken = batch.shape.max_micro_batches
         numbers = np.int32(taken), jax.tree.map(np.float32, at)
         state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
         counts = stream.samples_by_source(planned.end_sample) if stream is not None else None

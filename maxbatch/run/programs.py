@@ -115,6 +115,10 @@ class Programs:
         # rows that a sample has on its own, if samples share rows; else 0
         self.packs = config.recipe.rows_per_sample if config.max_tokens_per_pass else 0
         self.trained_placement = self._packed_placement() if self.packs else self.placement
+        # rows of the trained placement whose gradient one program computes; None: those of a pass
+        optimizer, self.rows_of_atom = config.optimizer, None
+        if optimizer.reproducible_sums:
+            self.rows_of_atom = optimizer.reproducible_rows * max(1, self.packs)
 
     def _placement(self, dtypes: Mapping[str, np.dtype], length: int) -> Placement:
         return Placement(batch_sharding(self.mesh), length, self._expansion, dtypes)
@@ -172,12 +176,14 @@ class Programs:
           executable: compiles a program.
           executables: compiles a program for one device, and loads it on several.
         """
+        assert self.rows_of_atom is not None, "sums are reproducible"
         return ReproducibleUpdate(
             self.config,
             self.mesh,
             self.abstract,
-            self.placement,
+            self.trained_placement,
             shape,
+            self.rows_of_atom,
             self._objective,
             executable,
             executables,

@@ -52,7 +52,7 @@ class BatchSums:
             tokens = jnp.sum(rows.segments != 0, dtype=jnp.int32)
             return counted[0] + self._objective.weigh(rows), counted[1] + tokens
 
-        passes = _num_passes(batch, num_micro_batches)
+        passes = num_passes(batch, num_micro_batches)
         weight, tokens = jax.lax.fori_loop(0, passes, count, (jnp.float32(0), jnp.int32(0)))
         return Scale(
             weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE
@@ -83,12 +83,12 @@ class BatchSums:
         if max_micro_batches == 1:  # a single one: without a loop the accumulator is free
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
-            passes = _num_passes(batch, num_micro_batches)
+            passes = num_passes(batch, num_micro_batches)
             sums = jax.lax.fori_loop(0, passes, add_micro_batch, sums)
         return accumulation.total(sums)
 
 
-def _num_passes(batch: Batch, num_micro_batches: jax.Array) -> jax.Array:
+def num_passes(batch: Batch, num_micro_batches: jax.Array) -> jax.Array:
     """Returns the micro-batches to take; where samples share rows, those that hold any.
 
     Rows are filled pass by pass, and a host without rows does not know how many lengths need.

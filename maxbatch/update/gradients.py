@@ -11,6 +11,7 @@ the data axis, after the last micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -324,7 +325,14 @@ class Accumulation:
         """
         of_layers, rest = self._apart(weights.trained, bool(layers))
         others = of_layers if weights.frozen is None else weights.frozen
-        (_, sums), (gradient, layers) = self._gradients(rest, layers, others, scale, rows, add)
+        gradients = jax.vmap(  # the rows are a single shard
+            partial(self._gradients, add=add),
+            in_axes=None,
+            out_axes=None,
+            axis_name=SHARDS,
+            axis_size=1,
+        )
+        (_, sums), (gradient, layers) = gradients(rest, layers, others, scale, rows)
         nothing, shards = jnp.float32(0), self._shards(rows)
         totals = Totals(
             gradient,

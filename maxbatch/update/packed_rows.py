@@ -52,6 +52,8 @@ def sums_by_number(
 
 def on_one_shard(x: jax.Array) -> jax.Array:
     """Returns a figure that all shards have on the first of them, and 0 on the others."""
+    if jax.lax.psum(1, SHARDS) == 1:
+        return x
     counted: jax.Array = x * (jax.lax.axis_index(SHARDS) == 0).astype(x.dtype)
     return counted
 

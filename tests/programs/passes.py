@@ -53,6 +53,17 @@ def check_passes_of_pairs(lengths: np.ndarray, row_length: int, rows_per_pass: i
     assert len(np.unique(ids)) == len(ids)
 
 
+def check_rows_of_any_pass(lengths: np.ndarray, row_length: int, rows_per_sample: int) -> None:
+    """Raises AssertionError if rows that hold samples whole depend on the size of a pass."""
+    few, many = (
+        Passes.of(lengths, row_length, rows, rows_together=rows_per_sample)
+        for rows in (rows_per_sample, 6 * rows_per_sample)
+    )
+    assert all(map(np.array_equal, few, many._replace(rows_per_pass=rows_per_sample)))
+    together = few.row_P.reshape(-1, rows_per_sample) // rows_per_sample
+    assert (together == together[:, :1]).all()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", type=int, default=10_000)

@@ -3,9 +3,9 @@
     python -m tests.programs.to_the_bit --runs 30 --seed 1
 
 trains ten updates on 1, 2, 3, 4 or 8 devices of 1, 2 or 4 hosts, over random axes (data, fsdp),
-rows per pass and expansions, with padding or without, with a constant batch or a ramp, in float32
-or bfloat16, of dense models and of experts, on text, chats or pairs, or of adapters, some of them
-stopped in the middle and resumed on another layout, on one core and on all. Kinds and types take
+rows or tokens per pass and expansions, with padding or without, with a constant batch or a ramp, in
+float32 or bfloat16, of dense models and of experts, on text, chats or pairs, or of adapters, some of
+them stopped in the middle and resumed on another layout, on one core and on all. Kinds and types take
 turns. `state_hash` and the other figures of every update are compared with those of the same run
 on one device in one pass. A run that differs ends the search with the command that did.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.helpers.corpus import write_jsonl
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from tests.helpers.tiny import LENGTH, TINY_RUN, read_metrics
 
 UPDATES = 10
 _SAME = (
@@ -85,6 +85,7 @@ _EXPERTS = (
         "capacity_factor=1.0",
     ),
 )
+_BUDGET = "max_tokens_per_pass=4096"  # of kinds whose samples share rows
 _TYPES = ((), ("dtype=bfloat16",), ("dtype=bfloat16", "weight_dtype=bfloat16"))
 
 
@@ -120,6 +121,7 @@ class Kinds:
             "sft": lambda: (*self._records("chats"), "use_sft=true", *self._packed()),
             "pairs": self._of_pairs,
             "adapters": self._of_adapters,
+            "passes": self._of_passes,
         }
 
     def _packed(self) -> tuple[str, ...]:
@@ -134,6 +136,10 @@ class Kinds:
         keys = ("use_dpo=true", f"dpo_algo={algorithm}", "packing=false")
         return (*self._records("pairs"), *keys)
 
+    def _of_passes(self) -> tuple[str, ...]:
+        kinds = ("dense", "sparse", "sft", "pairs", "pairs")
+        return (*self.by_name[self._chance.choice(kinds)](), _BUDGET)
+
     def _of_adapters(self) -> tuple[str, ...]:
         base = self._folder / "base"
         if not base.exists():
@@ -144,14 +150,16 @@ class Kinds:
         return ("lora_rank=2", f"load_parameters_path={base}", *self._packed())
 
 
-def layout_of(chance: random.Random, steps: int) -> Layout:
-    """Returns a random layout."""
+def layout_of(chance: random.Random, steps: int, has_budget: bool) -> Layout:
+    """Returns a random layout, with a budget of tokens or with rows per pass."""
     num_devices = chance.choice((1, 2, 3, 4, 8))
     hosts = chance.choice([n for n in (1, 1, 2, 4) if num_devices % n == 0])
     data = chance.choice([n for n in (1, 2, 3, 4) if num_devices % n == 0])
+    rows = chance.choice((1, 2, 3, 4, 8))
+    budget = f"max_tokens_per_pass={max(2, rows) * LENGTH + chance.choice((0, 5))}"
+    cut = (f"per_device_batch_size={rows}", "batch_padding=true")
     arguments = [
-        f"per_device_batch_size={chance.choice((1, 2, 3, 4, 8))}",
-        "batch_padding=true",
+        *((budget,) if has_budget else cut),
         f"ici_data_parallelism={data}",
         *("--simulate-devices", str(num_devices)),
     ]
@@ -198,15 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="a kind")
     parser.add_argument("--limit", type=float, default=600, help="seconds of a start")
     asked = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)
     chance, begun = random.Random(asked.seed), time.monotonic()
-    whole = Layout(UPDATES, ("per_device_batch_size=24", "--simulate-devices", "1"), False)
+    whole = Layout(UPDATES, ("--simulate-devices", "1"), False)
     known: dict[tuple[str, ...], list[list[Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="maxbatch-bits-") as folder:
         kinds = Kinds(Path(folder), chance).by_name
-        names = chance.sample(sorted(kinds), len(kinds))
+        names = [asked.only] if asked.only else chance.sample(sorted(kinds), len(kinds))
         types = chance.sample(_TYPES, len(_TYPES))
         for number in range(1, asked.runs + 1):
             started = time.monotonic()
@@ -218,12 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chance.choice(_BATCHES),
             )
             trained = (*_TRAINED, *keys)
+            rows = () if _BUDGET in keys else ("per_device_batch_size=24",)
             middle = [chance.randrange(2, UPDATES - 1)] if chance.random() < 0.4 else []
-            parts = [layout_of(chance, steps) for steps in (*middle, UPDATES)]
+            parts = [layout_of(chance, steps, _BUDGET in keys) for steps in (*middle, UPDATES)]
             run_dir = Path(folder, str(number))
             lines: list[dict[str, Any]] | str = []
             if trained not in known:
-                lines = train(trained, whole, Path(folder, f"{number}-whole"), asked.limit)
+                one = whole._replace(arguments=(*rows, *whole.arguments))
+                lines = train(trained, one, Path(folder, f"{number}-whole"), asked.limit)
                 if not isinstance(lines, str):
                     known[trained] = figures(lines)
             for part in parts:

@@ -123,6 +123,26 @@ def test_pairs_adapters_and_experts_are_the_same_to_the_bit(
     assert expected[0]["state_hash"] != expected[1]["state_hash"]
 
 
+@pytest.mark.parametrize("kind", ["texts", "pairs"])
+def test_the_tokens_of_a_pass_change_no_bit(kind: str, tmp_path: Path) -> None:
+    """Nor do devices whose rows they hold, also of pairs, whose answers may be in several rows."""
+    few = [
+        {"text": "a" * (1 + 3 * n % 40), "prompt": f"{n}?", "chosen": "b" * n, "rejected": "c"}
+        for n in range(1, 21)
+    ]
+    path = write_jsonl(tmp_path / "few.jsonl", few)
+    keys = ("dataset_type=jsonl", f"dataset_path={path}", "per_device_batch_size=null", UNSAVED)
+    keys = (*keys, f"use_dpo={str(kind == 'pairs').lower()}", "steps=2")
+
+    def figures(devices: int, budget: int) -> list[list[Any]]:
+        cut = (*keys, f"max_tokens_per_pass={budget}")
+        lines = run(tmp_path / f"{devices}", devices, 1, *cut)
+        return [[line.get(name) for name in (*SAME, "margin", "row_share")] for line in lines]
+
+    expected = figures(1, 1024)
+    assert figures(3, 100) == expected and expected[0][5] != expected[1][5] is not None
+
+
 def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path: Path) -> None:
     block = re.search(r'title="state_hash.py"\n(.*?)```', PAGE.read_text(), re.S)
     assert block is not None

@@ -126,6 +126,7 @@ class PackedLoader:
       stream: source of the samples; None on a host without rows.
       series: the batches ahead.
       rows_per_sample: rows of the placement's length that a sample has on its own.
+      rows_together: as `Passes.of` takes them.
     """
 
     def __init__(
@@ -134,9 +135,10 @@ class PackedLoader:
         placement: Placement,
         series: Sequence[BatchSeries],
         rows_per_sample: int,
+        rows_together: int | None = None,
     ) -> None:
         self._stream, self._placement = stream, placement
-        self._rows_per_sample = rows_per_sample
+        self._rows_per_sample, self._rows_together = rows_per_sample, rows_together
         self._reader: Reader | None = None
         if stream is not None and placement.stages_all:
             last = series[-1]
@@ -151,11 +153,11 @@ class PackedLoader:
         if self._reader is not None:
             samples = self._reader.take(planned.num_rows)
             counts = token_counts(samples["segments"], self._rows_per_sample)
-            passes = Passes.of(counts, length, shape.micro_batch)
+            passes = Passes.of(counts, length, shape.micro_batch, self._rows_together)
             return self._placement.stage(packed(samples, passes), passes.num_rows, shape), passes
         first, end = planned.first_sample, planned.first_sample + planned.num_rows
         lengths = self._stream.lengths(np.arange(first, end))
-        passes = Passes.of(lengths, length, shape.micro_batch)
+        passes = Passes.of(lengths, length, shape.micro_batch, self._rows_together)
         wanted = self._placement.wanted(passes.num_rows, shape)
         here, own = passes.of_rows(self._placement.local_rows(shape)[wanted])
         rows = packed(self._stream.batch(first + here), own)
@@ -190,6 +192,7 @@ class Feed:
         so that they agree.
       packs: rows that a sample has on its own, if samples share rows; the placement must have
         their arrays. 0: they do not.
+      rows_together: of samples that share rows, as `Passes.of` takes them.
     """
 
     def __init__(
@@ -200,8 +203,10 @@ class Feed:
         placement: Placement,
         first_step: int,
         packs: int = 0,
+        rows_together: int | None = None,
     ) -> None:
-        self._stream, self._manager, self._packs = stream, manager, packs
+        self._stream, self._manager = stream, manager
+        self._packs, self._rows_together = packs, rows_together
         self._shape_for, self._placement = shape_for, placement
         self._first_step = first_step
         self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(_DEPTH)
@@ -237,7 +242,9 @@ class Feed:
         if not series:
             return
         if self._packs:
-            with PackedLoader(self._stream, self._placement, series, self._packs) as packing:
+            with PackedLoader(
+                self._stream, self._placement, series, self._packs, self._rows_together
+            ) as packing:
                 for planned, shape in self._shapes():
                     batch, passes = packing.batch(planned, shape)
                     most = shape.max_micro_batches

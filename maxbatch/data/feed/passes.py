@@ -29,20 +29,31 @@ class Passes(NamedTuple):
     row_P: np.ndarray  # int64; of a piece without tokens 0
     begin_P: np.ndarray  # int64, slot of the piece's first token in its row
     length_P: np.ndarray  # int64, tokens
-    number_P: np.ndarray  # int64, 1 + k + K x the sample's number in its pass
+    # int64, 1 + k + K x the sample's number in its pass, or in its rows together
+    number_P: np.ndarray
     num_rows: int  # R
     row_length: int  # L
     rows_per_pass: int  # M
     rows_per_sample: int = 1  # K
 
     @classmethod
-    def of(cls, lengths: np.ndarray, row_length: int, rows_per_pass: int) -> Passes:
+    def of(
+        cls,
+        lengths: np.ndarray,
+        row_length: int,
+        rows_per_pass: int,
+        rows_together: int | None = None,
+    ) -> Passes:
         """Packs samples in the order of the stream.
 
         Args:
           lengths: tokens of each sample, [S], or of each of its own rows, [S, K]; 0 to L each. A
             pass must hold K rows.
+          rows_together: rows among which all pieces of a sample are, at least K, and a divisor of
+            M: the rows then do not depend on M; None: those of a pass. `number_P` counts the
+            samples in them.
         """
+        rows_together = rows_together or rows_per_pass
         lengths = np.asarray(lengths, np.int64)
         length_SxK = lengths[:, None] if lengths.ndim == 1 else lengths
         num_samples, pieces = length_SxK.shape
@@ -53,7 +64,7 @@ class Passes(NamedTuple):
             row_of_real, num_rows = fit(length_P[real], row_length)
             row_P[real] = row_of_real
         else:
-            row_P = _fit_together(length_SxK, row_length, rows_per_pass).reshape(-1)
+            row_P = _fit_together(length_SxK, row_length, rows_together).reshape(-1)
             num_rows = int(row_P[real].max(initial=-1)) + 1
 
         # pieces by row, each with the tokens before it in its row
@@ -62,7 +73,7 @@ class Passes(NamedTuple):
         is_first = np.diff(row_P[by_row], prepend=-1) != 0
         begin_P[by_row] = before - np.maximum.accumulate(np.where(is_first, before, 0))
 
-        pass_S = row_P.reshape(num_samples, pieces).max(axis=1) // rows_per_pass
+        pass_S = row_P.reshape(num_samples, pieces).max(axis=1) // rows_together
         by_pass = np.argsort(pass_S, kind="stable")
         place_S = np.arange(num_samples)
         is_first = np.diff(pass_S[by_pass], prepend=-1) != 0

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.update.batch_sums import num_passes
 from maxbatch.update.reproducible.programs import DevicePrograms, form, on
 
 
@@ -35,9 +36,10 @@ class AtomRows:
         self._programs = programs
         arrange, staged = placement.arrange(shape.micro_batch), placement.abstract_batch(shape)
 
-        def arrange_all(batch: Batch) -> Batch:
+        def arrange_all(batch: Batch) -> tuple[Batch, jax.Array | None]:
             arranged: Batch = jax.lax.map(arrange, batch)
-            return arranged
+            most = jnp.int32(shape.max_micro_batches)
+            return arranged, None if batch.begins is None else num_passes(arranged, most)
 
         self._arrange = None
         of_shape = f"{shape.micro_batch}-{shape.max_micro_batches}"
@@ -68,7 +70,11 @@ class AtomRows:
         a time.
         """
         programs = self._programs
-        rows = batch if self._arrange is None else programs.run(self._arrange, batch)
+        rows = batch
+        if self._arrange is not None:
+            rows, held = programs.run(self._arrange, batch)
+            if held is not None:  # a host without rows does not know how many lengths need
+                num_micro_batches = int(on(programs.devices[0], held))
         rows_here = {device: on(device, rows) for device in programs.devices}
         for j in range(num_micro_batches):
             for k in range(self._atoms_per_pass):

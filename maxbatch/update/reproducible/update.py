@@ -126,6 +126,7 @@ class ReproducibleUpdate:
     Args:
       abstract: shapes and shardings of the state.
       shape: of the batches.
+      rows_of_atom: rows whose gradient one program computes.
       executable: compiles a program.
       executables: compiles a program for the first of some devices, and loads it on all.
 
@@ -141,6 +142,7 @@ class ReproducibleUpdate:
         abstract: TrainState,
         placement: Placement,
         shape: BatchShape,
+        rows_of_atom: int,
         objective: Objective,
         executable: MakeExecutable,
         executables: MakeExecutables,
@@ -156,7 +158,7 @@ class ReproducibleUpdate:
         self._apart = MomentsApart(_optimizer_state(abstract.opt_state), self._structure)
         self._pieces = Pieces(config.optimizer, self._stepped_params, mesh)
         self._hasher = StateHasher(abstract, mesh)
-        self._rows = AtomRows(programs, placement, shape, config.optimizer.reproducible_rows)
+        self._rows = AtomRows(programs, placement, shape, rows_of_atom)
         sums = self._compile_atoms(abstract)
         self._compile_figures(abstract)
         self._compile_bands(abstract, [sums.gradient[place] for place in self._places])

@@ -14,7 +14,12 @@ from maxbatch.data.feed.placement import Batch
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.system.hashing import row_hashes
 from maxbatch.update.packed_rows import SHARDS, sample_hashes
-from tests.programs.passes import check_passes, check_passes_of_pairs, some_lengths
+from tests.programs.passes import (
+    check_passes,
+    check_passes_of_pairs,
+    check_rows_of_any_pass,
+    some_lengths,
+)
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=80)
 
@@ -29,6 +34,14 @@ def test_no_sample_is_lost_or_doubled_and_no_row_or_pass_is_over_its_size(
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1), st.integers(2, 9))
 def test_a_pair_is_whole_in_one_pass(lengths: list[tuple[int, int]], rows_per_pass: int) -> None:
     check_passes_of_pairs(np.array(lengths), 40, rows_per_pass)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60))
+def test_rows_that_hold_samples_whole_do_not_depend_on_the_pass(
+    lengths: list[tuple[int, int]],
+) -> None:
+    check_rows_of_any_pass(np.array(lengths), 40, 2)
+    check_rows_of_any_pass(np.array(lengths)[:, 0], 40, 1)
 
 
 def test_real_lengths_fill_rows_and_passes() -> None:
