@@ -44,9 +44,8 @@ class AtomRows:
         self._arrange = None
         of_shape = f"{shape.micro_batch}-{shape.max_micro_batches}"
         if isinstance(staged.tokens, tuple):  # of load expansion
-            self._arrange = programs.on_mesh(
-                f"arrange-{of_shape}", arrange_all, staged, out=placement.final
-            )
+            out = (placement.final, programs.whole)
+            self._arrange = programs.on_mesh(f"arrange-{of_shape}", arrange_all, staged, out=out)
         per_device = shape.micro_batch // programs.mesh.size
         self._atoms_per_pass = per_device // num_rows
         self.num_atoms = self._atoms_per_pass * shape.max_micro_batches
