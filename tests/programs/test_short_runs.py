@@ -1,8 +1,8 @@
 """Short runs of programs that search for faults; CONTRIBUTING.md has the long ones.
 
-That of `differing_hosts` is in `tests/parallel/test_agreement.py`. Lost hosts, `pods` and
+That of `differing_hosts` is in `tests/parallel/test_agreement.py`. Lost hosts, `pods`, `budgets` and
 `to_the_bit` take CI too long: fixed cases of theirs are in `tests/run/test_lost_hosts.py`,
-`tests/kinds/prompt/test_hosts.py` and `tests/run/test_to_the_bit.py`.
+`tests/kinds/prompt/test_hosts.py`, `tests/run/test_passes.py` and `tests/run/test_to_the_bit.py`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 from maxbatch import testing as pods
 from maxbatch.run.pretraining import train
 from tests.helpers.chats import chat_config, some_talks
+from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import ONE_LAYER, TINY_MODEL, UNSAVED, read_metrics
 
 RUN = (
@@ -41,6 +42,19 @@ EXPERTS = (
     "load_balance_loss_weight=0.1",
     "load_balance_scope=sequence",
     "router_z_loss_weight=0.01",
+    "routed_bias=true",
+    "routed_bias_update_rate=0.01",
+)
+BALANCED = (  # texts, by experts that take all tokens
+    *ALONE,
+    "use_sft=false",
+    "decoder_block=mixtral",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "norm_topk_prob=true",
+    "base_moe_mlp_dim=48",
+    "load_balance_loss_weight=0.1",
+    "load_balance_scope=global",
     "routed_bias=true",
     "routed_bias_update_rate=0.01",
 )
@@ -126,6 +140,17 @@ def test_a_resume_with_another_budget_goes_on_with_the_same_run(
     run(folder, "resumed", 1, "packing=false", "max_tokens_per_pass=128", "steps=2")
     lines = run(folder, "resumed", 2, "packing=false", "max_tokens_per_pass=64")
     same(lines, unpacked(ALONE))
+
+
+@pytest.mark.runs
+def test_a_resume_without_a_budget_goes_on_with_the_same_run(
+    folder: Path, unpacked: Unpacked
+) -> None:
+    texts = [{"text": "ab" * (1 + 7 * n % 50)} for n in range(90)]  # some are longer than a row
+    keys = (*BALANCED, f"dataset_path={write_jsonl(folder / 'texts.jsonl', texts)}")
+    run(folder, "without", 2, *keys, "max_tokens_per_pass=150", "steps=2")
+    rows = ("per_device_batch_size=20", "batch_padding=true")
+    same(run(folder, "without", 1, *keys, *rows), unpacked(keys))
 
 
 @pytest.mark.processes

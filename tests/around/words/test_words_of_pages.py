@@ -76,6 +76,7 @@ use_sft: = | sft_train_on_completion_only: = | use_tunix_gradient_accumulation: 
 lora.lora_alpha: lora_alpha | lora.enable_lora: lora_rank | lora.lora_module_path: lora_targets
 use_dpo: = | dpo.dpo_beta: dpo_beta | batch_split_factor: can be left out
 reuse_example_batch: can be left out | generate_padding_batch_train: can be left out
+max_seq_token_per_tpu: max_tokens_per_pass
 """
 TRL = """
 per_device_train_batch_size: per_device_batch_size | per_device_eval_batch_size: eval_per_device_batch_size
@@ -94,6 +95,7 @@ temperature: decode_sampling_temperature | top_k: decode_sampling_top_k | top_p:
 beta: grpo_beta | epsilon: grpo_epsilon | epsilon_high: = | loss_type: loss_agg_mode | reward_weights: reward
 logging_steps: log_period | save_steps: checkpoint_period | dataloader_num_workers: grain_worker_count
 dataloader_drop_last: can be left out | average_tokens_across_devices: mean over the tokens
+token_budget: max_tokens_per_pass
 """
 VERL = """
 data.train_batch_size: batch_size | data.val_batch_size: eval_per_device_batch_size | data.gen_batch_size: batch_size
