@@ -71,7 +71,6 @@ WALLS = {
         "PromptConfig",
         "RLConfig",
         "RolloutConfig",
-        "UpdateConfig",
     },
     "around/auditing": set(),
     "testing": set(),

@@ -360,7 +360,6 @@ def _check_reproducible_sums(config: AllKeys) -> None:
     reasons = {
         "opt_type": "" if config.opt_type in _ELEMENTWISE else "which mixes the values of a matrix",
         "quantization": "whose scales are of whole passes" if config.quantization else "",
-        "batch_size": "prompts of reinforcement learning" if config.batch_size else "",
     }
     for name, reason in reasons.items():
         if reason:

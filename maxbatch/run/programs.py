@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
@@ -41,6 +41,7 @@ from maxbatch.system.hardware.chips import chip_of
 from maxbatch.update.gradients import Objective
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.optimizers import OptimizerMaker
+from maxbatch.update.reproducible.first import made_whole
 from maxbatch.update.reproducible.programs import DevicePrograms, MakeExecutables
 from maxbatch.update.reproducible.samples import SamplesAlone
 from maxbatch.update.reproducible.update import ReproducibleUpdate
@@ -200,20 +201,8 @@ class Programs:
         if adapters is not None:
             name, make = f"{INIT}-adapters", partial(adapters.init, model)
             abstract = self.abstract.params
-        device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
-        jitted = jax.jit(make, out_shardings=SingleDeviceSharding(device))
-        seed = np.uint32(self.config.init_weights_seed)
-        program = executables(name, lambda: jitted.lower(seed), [device])[device]
-
-        def sharded(abstract: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-            values = np.asarray(x)
-            return jax.make_array_from_callback(x.shape, abstract.sharding, values.__getitem__)
-
-        def made() -> State:
-            state: State = jax.tree.map(sharded, abstract, program(seed))
-            return state
-
-        return made
+        seed = self.config.init_weights_seed
+        return made_whole(self.mesh, name, make, abstract, seed, executables)
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the initial state, from the config's seed; each device makes its

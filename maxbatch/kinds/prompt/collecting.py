@@ -130,7 +130,7 @@ class CollectedBatch:
         if self._chunks is None:
             self._chunks = []
             for of_part, rows in self._packed_rows(params) if self._packs else self._rows(params):
-                self._chunks.append((of_part, learner.place_rows(rows)))
+                self._chunks.append((of_part, learner.place_rows(rows, params)))
                 if of_part == part:
                     yield self._chunks[-1][1]
         else:
@@ -138,7 +138,7 @@ class CollectedBatch:
         if not self.num_pairs(part):
             rows = self._no_pairs()
             rows = packed(rows, self._passes_of(rows)) if self._packs else rows
-            yield learner.place_rows(self._filled(rows))
+            yield learner.place_rows(self._filled(rows), params)
 
     @property
     def _packs(self) -> bool:

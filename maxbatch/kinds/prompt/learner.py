@@ -27,7 +27,7 @@ from maxbatch.run.compile.flags import program_options
 from maxbatch.update.gradients import Accumulation, Sums
 from maxbatch.update.lora import adapters_of
 from maxbatch.update.model_on_mesh import ModelOnMesh
-from maxbatch.update.state import TrainState, abstract_state
+from maxbatch.update.state import TrainState, abstract_state, init_state
 from maxbatch.update.step import StepMetrics, update
 
 
@@ -35,6 +35,7 @@ class Learner:
     """Training on pairs, chunk by chunk, on the training mesh."""
 
     def __init__(self, config: LearnerConfig, mesh: Mesh) -> None:
+        self._config = config
         self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
         self._reference: State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
@@ -98,8 +99,17 @@ class Learner:
             pair_rows(tokens_MxL, mask_MxL, logprobs_MxL, lengths_M, advantages_M)
         )
 
-    def place_rows(self, rows: RowArrays) -> Pairs:
-        """Puts the rows of a chunk on the training devices; pairs may share them."""
+    def first_parameters(self) -> State:
+        """Returns the model's parameters from the config's seed."""
+        return init_state(self._config, self.abstract).params
+
+    def place_rows(self, rows: RowArrays, policy: State | None = None) -> Pairs:
+        """Puts the rows of a chunk on the training devices; pairs may share them.
+
+        Args:
+          policy: the parameters that sampled the rows, for a learner that computes log-probabilities
+            anew (`ReproducibleLearner`).
+        """
         arrays = {
             # every host has the whole chunk
             name: jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maxbatch.config.sections import AllKeys
+from maxbatch.config.values import Value, value_text
 from maxbatch.families.family import FAMILIES
 from maxbatch.kinds.text.recipe import TextRecipe
 
@@ -22,6 +23,13 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
     ),
     "z_loss_multiplier": ("0 beside batch_size: maxbatch rl trains on advantages", 0),
     "local_checkpoint_directory": ("empty beside batch_size: maxbatch rl keeps none", '""'),
+}
+# Keys with the value that `reproducible_sums` needs here, the reason, and what is typed.
+_NOT_REPRODUCIBLE: Mapping[str, tuple[Value, str, str]] = {
+    "off_policy_steps": (0, "log-probabilities are computed under the newest policy", "0"),
+    "lora_rank": (0, "a program of all devices merges adapters into the policy", "0"),
+    "trainer_devices_fraction": (1, "all hosts train", "1 sampler_devices_fraction=1"),
+    "max_tokens_per_pass": (None, "a pair is a row", "null"),
 }
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 
@@ -52,6 +60,13 @@ class PromptRecipe(TextRecipe):
             raise config.fault("warm_start_steps", rule, 0)
         if FAMILIES[config.decoder_block].experts:
             _check_experts(config)
+        if config.reproducible_sums:
+            for name, (needed, reason, works) in _NOT_REPRODUCIBLE.items():
+                if config[name] != needed:
+                    rule = (
+                        f"{value_text(needed)} beside reproducible_sums=true in rl, since {reason}"
+                    )
+                    raise config.fault(name, rule, works)
 
 
 def _check_experts(config: AllKeys) -> None:

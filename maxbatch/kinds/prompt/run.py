@@ -25,6 +25,7 @@ from maxbatch.kinds.prompt.evaluation import PolicyEvaluator, open_evaluator
 from maxbatch.kinds.prompt.learner import Learner
 from maxbatch.kinds.prompt.prompts import Prompts, PromptSource
 from maxbatch.kinds.prompt.refusals import check_policy
+from maxbatch.kinds.prompt.reproducible_learner import ReproducibleLearner
 from maxbatch.kinds.prompt.rewards import Rewards
 from maxbatch.kinds.prompt.rollout import Roller
 from maxbatch.kinds.prompt.timeline import Timeline
@@ -177,6 +178,9 @@ class OpenedPolicy:
         elif meshes.sampling is not meshes.training:
             sampling_mesh = lay_out(meshes.sampling, samplers)
         learner = Learner(self.keys, mesh)
+        if self.keys.optimizer.reproducible_sums:
+            size, length = batch.micro_batch_size, config.max_target_length
+            learner = ReproducibleLearner(self.keys, mesh, size, length)
         num_pairs, group = (
             batch.rollout_micro_batch_size * batch.num_generations,
             batch.num_generations,
@@ -339,7 +343,11 @@ class BuiltPolicy:
         )
 
     def _first_parameters(self) -> State:
-        return first_parameters(self.start.parameters, self.opened.keys, self.planned.abstract)
+        return first_parameters(
+            self.start.parameters,
+            self.planned.abstract,
+            self.planned.workshop.learner.first_parameters,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
-from maxbatch.config.combined import PromptConfig, UpdateConfig
+from maxbatch.config.combined import PromptConfig
 from maxbatch.config.config import Config
 from maxbatch.config.sections import KEYS, RLConfig
 from maxbatch.config.values import Value
@@ -29,7 +29,7 @@ from maxbatch.run.session import Outcome
 from maxbatch.run.weights.parameters import FirstParameters
 from maxbatch.system.storage.atomic_files import write_atomically
 from maxbatch.system.storage.storage import AnyPath, as_path
-from maxbatch.update.state import TrainState, init_state
+from maxbatch.update.state import TrainState
 
 
 def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
@@ -106,11 +106,14 @@ def warm_start_folder(run_dir: str) -> str:
 
 
 def first_parameters(
-    parameters: FirstParameters, config: UpdateConfig, abstract: TrainState
+    parameters: FirstParameters, abstract: TrainState, make: Callable[[], State]
 ) -> State:
     """Returns the model's parameters before the first update of reinforcement learning, without
     adapters.
+
+    Args:
+      make: makes them if they are not read.
     """
     if read := parameters.open(abstract.model):
         return read(abstract.model)
-    return init_state(config, abstract).params
+    return make()

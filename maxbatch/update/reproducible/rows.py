@@ -8,15 +8,31 @@ of an atom.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.update.batch_sums import num_passes
 from maxbatch.update.reproducible.programs import DevicePrograms, form, on
+
+
+class RowPlacement(Protocol):
+    """The placement of batches on a mesh, as of `maxbatch.data.feed.placement`."""
+
+    @property
+    def final(self) -> NamedSharding:
+        """Sharding of arrays [A, M, L]."""
+
+    def abstract_batch(self, shape: BatchShape) -> Any:
+        """Returns the shapes and shardings of a staged batch, a NamedTuple."""
+
+    def arrange(self, micro_batch: int) -> Callable[[Any], Any]:
+        """Returns the function that turns a staged micro-batch into rows [M, L] in a program."""
 
 
 class AtomRows:
@@ -31,7 +47,7 @@ class AtomRows:
     """
 
     def __init__(
-        self, programs: DevicePrograms, placement: Placement, shape: BatchShape, num_rows: int
+        self, programs: DevicePrograms, placement: RowPlacement, shape: BatchShape, num_rows: int
     ) -> None:
         self._programs = programs
         arrange, staged = placement.arrange(shape.micro_batch), placement.abstract_batch(shape)
@@ -50,7 +66,9 @@ class AtomRows:
         self._atoms_per_pass = per_device // num_rows
         self.num_atoms = self._atoms_per_pass * shape.max_micro_batches
         batch, self.form = (
-            Batch(*(None if x is None else form((*size, x.shape[-1]), x.dtype) for x in of_slots))
+            type(staged)(
+                *(None if x is None else form((*size, x.shape[-1]), x.dtype) for x in of_slots)
+            )
             for of_slots in [[x[0] if isinstance(x, tuple) else x for x in staged]]
             for size in ((shape.max_micro_batches, per_device), (num_rows,))
         )

@@ -9,19 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from maxbatch.data.feed.placement import Batch
+from maxbatch.data.feed.placement import BatchShape
 from maxbatch.parallel.trees import State
 from maxbatch.update.reproducible.programs import DevicePrograms, form, mesh_of, on
-from maxbatch.update.reproducible.rows import AtomRows
+from maxbatch.update.reproducible.rows import AtomRows, RowPlacement
 
-if TYPE_CHECKING:
-    from maxbatch.update.reference import ReferencePass
+
+class Reading(Protocol):
+    """A forward pass over samples with given parameters."""
+
+    @property
+    def name(self) -> str:
+        """Name of the compiled program."""
+
+    @property
+    def placement(self) -> RowPlacement:
+        """The placement of its batches."""
+
+    @property
+    def shape(self) -> BatchShape:
+        """The shape of its batches, of one micro-batch."""
+
+    def figures_on(self, mesh: Mesh) -> Callable[[State, Any], Any]:
+        """Returns the function (parameters, arranged samples) -> figures, for programs on a
+        mesh.
+        """
 
 
 class SamplesAlone:
@@ -31,7 +50,7 @@ class SamplesAlone:
       abstract: shapes and shardings of the parameters.
     """
 
-    def __init__(self, programs: DevicePrograms, reading: ReferencePass, abstract: State) -> None:
+    def __init__(self, programs: DevicePrograms, reading: Reading, abstract: State) -> None:
         self._programs = programs
         self._rows = AtomRows(programs, reading.placement, reading.shape, 1)
         figures_of = reading.figures_on(mesh_of(programs.devices[0]))
@@ -42,7 +61,7 @@ class SamplesAlone:
             lambda x: form((1, per_device, *x.shape[1:]), x.dtype, programs.split), of_sample
         )
 
-        def add(params: State, figures: Any, number: jax.Array, sample: Batch) -> Any:
+        def add(params: State, figures: Any, number: jax.Array, sample: Any) -> Any:
             return jax.tree.map(
                 lambda all_of_them, x: all_of_them.at[0, number].set(x[0]),
                 figures,
@@ -67,7 +86,7 @@ class SamplesAlone:
             f"{reading.name}-gather", lambda arrays: arrays, leaves, out=programs.whole
         )
 
-    def under(self, params: State) -> Callable[[Batch], Any]:
+    def under(self, params: State) -> Callable[[Any], Any]:
         """Returns the function that computes the figures of a batch, [M, ...], whole on every
         device.
 
@@ -82,7 +101,7 @@ class SamplesAlone:
             {d: jax.tree.unflatten(structure, on(d, whole)) for d in programs.devices},
         )
 
-    def _figures(self, params: dict[jax.Device, State], batch: Batch) -> Any:
+    def _figures(self, params: dict[jax.Device, State], batch: Any) -> Any:
         programs = self._programs
         figures = {d: jax.device_put(self._nothing, d) for d in programs.devices}
         for number, samples in enumerate(self._rows.of(batch, 1)):

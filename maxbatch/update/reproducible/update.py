@@ -27,7 +27,7 @@ import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxbatch.config.combined import UpdateConfig
-from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.sharding import shard_bytes
 from maxbatch.parallel.trees import State
@@ -70,7 +70,7 @@ from maxbatch.update.reproducible.programs import (
     free,
     on,
 )
-from maxbatch.update.reproducible.rows import AtomRows
+from maxbatch.update.reproducible.rows import AtomRows, RowPlacement
 from maxbatch.update.reproducible.uses import Held, Use, uses_of
 from maxbatch.update.spikes import SpikeWindow, judge
 from maxbatch.update.state import TrainState
@@ -120,6 +120,14 @@ class BandPrograms(NamedTuple):
     join: jax.stages.Compiled  # pieces -> columns
 
 
+class SumsHere(NamedTuple):
+    """The sums of an update's atoms so far, on each of this host's devices."""
+
+    models: dict[jax.Device, tuple[State, State | None]]  # trained and frozen, whole
+    scale: dict[jax.Device, Scale | None]
+    sums: dict[jax.Device, AtomSums]
+
+
 class ReproducibleUpdate:
     """The update for a batch shape, with its programs compiled.
 
@@ -140,7 +148,7 @@ class ReproducibleUpdate:
         config: UpdateConfig,
         mesh: Mesh,
         abstract: TrainState,
-        placement: Placement,
+        placement: RowPlacement,
         shape: BatchShape,
         rows_of_atom: int,
         objective: Objective,
@@ -419,8 +427,45 @@ class ReproducibleUpdate:
         Args:
           settings: numbers of numpy.
         """
+        scale = self._scale_of(state, batch, int(num_micro_batches))
+        sums = self.begin(state, scale)
+        self.add(sums, batch, int(num_micro_batches))
+        return self.step(state, sums, settings)
+
+    def begin(self, state: TrainState, scale: dict[jax.Device, Scale | None]) -> SumsHere:
+        """Returns the sums of no atom.
+
+        Args:
+          scale: the balance terms' facts of the whole batch, on each of this host's devices.
+        """
+        programs, leaves = self._programs, jax.tree.leaves((state.params, state.frozen))
+        whole = leaves if programs.mesh.size == 1 else programs.run(self._gather, leaves)
+        models = {
+            device: jax.tree.unflatten(self._models, on(device, whole))
+            for device in programs.devices
+        }
+        nothing = {device: self._nothing[device]() for device in programs.devices}
+        return SumsHere(models, scale, nothing)
+
+    def add(self, sums: SumsHere, batch: Any, num_micro_batches: int) -> None:
+        """Adds the atoms of a batch's first micro-batches."""
+        for atoms in self._rows.of(batch, num_micro_batches):
+            for device, atom in atoms.items():
+                sums.sums[device] = self._add[device](
+                    *sums.models[device], sums.scale[device], sums.sums[device], atom
+                )
+
+    def step(
+        self, state: TrainState, sums_here: SumsHere, settings: UpdateSettings
+    ) -> tuple[TrainState, StepMetrics]:
+        """Returns the state after the update and its metrics, from the sums of its batch.
+
+        Args:
+          settings: numbers of numpy.
+        """
         programs, first = self._programs, self._programs.devices[0]
-        sums = self._sums(state, batch, int(num_micro_batches))
+        sums_here.models.clear()  # free
+        sums: AtomSums = programs.of_devices([sums_here.sums[d] for d in programs.devices])
         figures: BatchFigures = on(first, programs.run(self._reduce, sums.figures))
         stepped = [sums.gradient[place] for place in self._places]
         gradient, squares = self._reduced(stepped, figures)
@@ -459,24 +504,6 @@ class ReproducibleUpdate:
             decided.is_spike,
             on(first, hashes),
         )
-
-    def _sums(self, state: TrainState, batch: Batch, num_micro_batches: int) -> AtomSums:
-        """Returns the exact sums of each device's atoms, [N, ...]."""
-        programs, leaves = self._programs, jax.tree.leaves((state.params, state.frozen))
-        whole = leaves if programs.mesh.size == 1 else programs.run(self._gather, leaves)
-        models_here = {
-            device: jax.tree.unflatten(self._models, on(device, whole))
-            for device in programs.devices
-        }
-        scale = self._scale_of(state, batch, num_micro_batches)
-        sums = {device: self._nothing[device]() for device in programs.devices}
-        for atoms in self._rows.of(batch, num_micro_batches):
-            for device, atom in atoms.items():
-                sums[device] = self._add[device](
-                    *models_here[device], scale[device], sums[device], atom
-                )
-        total: AtomSums = programs.of_devices([sums[device] for device in programs.devices])
-        return total
 
     def _scale_of(
         self, state: TrainState, batch: Batch, num_micro_batches: int
