@@ -4,11 +4,11 @@ one device.
     python -m tests.programs.meshes --runs 200 --seed 1 --load 2
 
 trains a few updates on 1 to 8 devices, on 1, 2 or 4 hosts, over random axes (data, fsdp, tensor,
-context, pipeline, expert), rows per pass and expansions, with a batch or a ramp that need not
-divide, dense and sparse, on text, chats, pairs and by reinforcement learning, with scanned and
-unrolled layers, beside processes that keep cores busy. The updates are compared with those of the
-same run on one device in one pass. A run that differs, fails, or lasts longer than the limit ends
-the search with the command that did.
+context, pipeline, expert) and strategies for split rows, rows per pass and expansions, with a batch
+or a ramp that need not divide, dense and sparse, on text, chats, pairs and by reinforcement
+learning, with scanned and unrolled layers, beside processes that keep cores busy. The updates are
+compared with those of the same run on one device in one pass. A run that differs, fails, or lasts
+longer than the limit ends the search with the command that did.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.helpers.policies import KEYS, RL, reward_file
 from tests.helpers.tiny import SAME, TINY_RUN, UNSAVED, assert_same_run, read_metrics
 
 _AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
+_HEADS = 4
 # by the heads, the layers and the experts of the model
 _LARGEST = {"tensor": 2, "pipeline": 2, "expert": 4}
 _SPARSE = (
@@ -135,6 +136,10 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
     axes = [f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()]
     if sizes["pipeline"] > 1:
         axes.append(f"num_pipeline_microbatches={chance.choice((2, 4))}")
+    if sizes["context"] > 1:
+        by_heads = ("ulysses",) if _HEADS % (sizes["tensor"] * sizes["context"]) == 0 else ()
+        axes.append(f"context_parallel_strategy={chance.choice(('ring', *by_heads, 'all_gather'))}")
+        axes.append(f"context_parallel_load_balance={chance.random() < 0.5}".lower())
     simulated = ["--simulate-devices", str(num_devices)]
     if num_hosts > 1:
         simulated += ["--simulate-hosts", str(num_hosts)]
