@@ -2,7 +2,8 @@
 
 A mesh axis splits only one dimension of a parameter, the first that lists it. The pipeline axis
 splits the layers of parameters that are stacked by layer, and the width of all others, because
-outside of the pipeline its devices share the work by rows. A dimension that its mesh axes do not
+outside of the pipeline its devices share the work by rows. The context axis splits the width as
+fsdp does, but not beside a pipeline, which would gather it at every tick. A dimension that its mesh axes do not
 divide stays whole. The fsdp axis then takes the largest dimension without an axis that it divides,
 so a width of 128 on 3 devices costs memory and not correctness.
 """
@@ -38,7 +39,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     LAYERS: ("pipeline",),
     "experts": ("expert",),
     **dict.fromkeys(LOOKED_UP, ("fsdp", "tensor")),
-    **dict.fromkeys(SUMMED, ("fsdp", "expert", "pipeline")),
+    **dict.fromkeys(SUMMED, ("fsdp", "context", "expert", "pipeline")),
     **dict.fromkeys(OVER_TENSOR, ("tensor",)),
     **dict.fromkeys((*WHOLE, *NORMS, "rank"), ()),
     **dict.fromkeys((DENSE_LAYERS, LAST_LAYERS), ()),  # outside of the pipeline
@@ -63,7 +64,10 @@ def partition(
             if not any(axis in axes for axes in axes_of_dimensions)
         )
         # Axes of one device are left out, so that such a mesh has the partition of one without them.
-        wanted = tuple(axis for axis in wanted if axis != "expert" or sizes["expert"] > 1)
+        left_out = {axis for axis in ("context", "expert") if sizes[axis] == 1}
+        if sizes["pipeline"] > 1:
+            left_out.add("context")
+        wanted = tuple(axis for axis in wanted if axis not in left_out)
         if sizes["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
         # Drop axes from the last on, until the rest divides the dimension.

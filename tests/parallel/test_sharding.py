@@ -31,3 +31,14 @@ def test_experts_split_over_their_axis_and_other_matrices_over_it_by_width() -> 
         "fsdp",
     )
     assert parameter_spec(("layers", "embed", "mlp"), (2, 64, 96), mesh)[1] == ("fsdp", "expert")
+
+
+def test_parameters_are_split_over_devices_that_share_rows_but_not_beside_a_pipeline() -> None:
+    def width_over(*keys: str) -> tuple[str, ...] | str | None:
+        mesh = make_mesh(load_config(overrides=[*keys]), jax.devices()[:8])
+        spec = parameter_spec(("layers", "embed", "mlp"), (2, 64, 96), mesh)
+        return spec[1]  # type: ignore[no-any-return]
+
+    context = "ici_context_parallelism=4"
+    assert width_over(context) == ("fsdp", "context")
+    assert width_over(context, "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1") == "fsdp"

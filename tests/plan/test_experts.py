@@ -35,7 +35,7 @@ def test_a_plan_has_the_rows_of_an_expert_group_and_the_bytes_of_its_experts() -
     expected = {
         (): (1, 8, 2, 2 * 4096 * 2 / 8, 16),
         ("ici_expert_parallelism=4",): (4, 2, 8, 8 * 4096 * 2 / 8, 16),
-        ("ici_expert_parallelism=2", "ici_context_parallelism=2"): (2, 4, 8, 8 * 2048 * 2 / 8, 8),
+        ("ici_expert_parallelism=2", "ici_context_parallelism=2"): (2, 4, 8, 8 * 2048 * 2 / 8, 16),
         ("ici_expert_parallelism=2", "ici_tensor_parallelism=2"): (2, 4, 8, 8 * 4096 * 2 / 8, 16),
         ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2"): (2, 4, 4, 4096, 16),
         ("ici_expert_parallelism=2", "ici_data_parallelism=2"): (2, 4, 4, 4096, 8),
@@ -52,6 +52,8 @@ def test_a_plan_has_the_rows_of_an_expert_group_and_the_bytes_of_its_experts() -
         ("ici_fsdp_parallelism=8",),
         ("ici_fsdp_parallelism=4", "ici_expert_parallelism=2"),
         ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_pipeline_parallelism=2"),
+        ("ici_fsdp_parallelism=2", "ici_expert_parallelism=2", "ici_context_parallelism=2"),
+        ("ici_fsdp_parallelism=4", "ici_context_parallelism=2"),
         # takes the experts
         ("base_emb_dim=66", "head_dim=16", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"),
         # leaves all whole

@@ -11,14 +11,16 @@ from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.update.state import abstract_state
 from maxbatch.update.step import abstract_settings, make_train_step
-from tests.helpers.tiny import LENGTH, ONE_LAYER, tiny_config
+from tests.helpers.tiny import ONE_LAYER, tiny_config
 
 DEVICES, KV_HEADS, WIDTH = 4, 2, 8
+LENGTH = 64  # of rows; not the width of the model, which the matrices of keys and values have
 
 
 def program(strategy: str) -> str:
     config = tiny_config(
         ONE_LAYER,
+        f"max_target_length={LENGTH}",
         f"ici_context_parallelism={DEVICES}",
         "ici_fsdp_parallelism=1",
         f"context_parallel_strategy={strategy}",
