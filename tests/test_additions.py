@@ -31,9 +31,7 @@ class Copy:
         self, folder: Path, files: Mapping[str, str], rows: Mapping[str, tuple[str, str]]
     ) -> None:
         self.folder = folder
-        shutil.copytree(
-            ROOT / "maxbatch", folder / "maxbatch", ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / "maxbatch", folder / "maxbatch")  # with what Python compiled of it
         shutil.copytree(ROOT / "configs", folder / "configs")
         for name, text in files.items():
             file = folder / "maxbatch" / name

@@ -22,7 +22,7 @@ from maxbatch.__main__ import main as command_main
 from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.arguments import simulate_devices
-from tests.helpers.command import start
+from tests.helpers.command import start_anew
 from tests.helpers.processes import children_of, wait_for
 from tests.helpers.tiny import TINY_RUN
 
@@ -296,7 +296,9 @@ def catches_sigterm(pid: int) -> bool:
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.7, 1.2, 2.0])
 def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float) -> None:
-    process = start("train", *TINY_RUN, "run_dir=run", "steps=100000", "--simulate-devices", "2")
+    process = start_anew(
+        "train", *TINY_RUN, "run_dir=run", "steps=100000", "--simulate-devices", "2"
+    )
     wait_for(lambda: catches_sigterm(process.pid), process)
     time.sleep(delay)
     process.terminate()
@@ -317,7 +319,7 @@ def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float
     ids=lambda command: command[0],
 )
 def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -> None:
-    process = start(*command)
+    process = start_anew(*command)
     wait_for(lambda: catches_sigterm(process.pid), process)
     time.sleep(0.5)
     process.terminate()
@@ -328,7 +330,7 @@ def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -
 
 
 def test_sigterm_before_the_hosts_handle_signals_is_a_stop_on_request() -> None:
-    process = start(
+    process = start_anew(
         "train", *TINY_RUN, "run_dir=run", "--simulate-devices", "4", "--simulate-hosts", "2"
     )
     wait_for(lambda: len(children_of(process.pid)) == 2, process)

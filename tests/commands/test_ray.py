@@ -22,7 +22,7 @@ from maxbatch.run.folder.outcome import Status
 from maxbatch.system.processes.ray_cluster import shared_variables
 from maxbatch.system.storage.locks import take_lock
 from maxbatch.system.storage.storage import as_path
-from tests.helpers.command import environment, maxbatch, recorded, start
+from tests.helpers.command import environment, maxbatch, recorded, start_anew
 from tests.helpers.processes import wait_for
 from tests.helpers.stores import Store
 from tests.helpers.sweeps import write_sweep
@@ -169,7 +169,7 @@ def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(
         logs = [trial.folder / "log.txt" for trial in folder.trials()]
         return sum(log.read_text().count("samples per update") for log in logs if log.exists())
 
-    first = start(*command)
+    first = start_anew(*command)
     wait_for(lambda: running(2), first)
     kill_node()
     wait_for(lambda: ended(1) and running(1), first)
@@ -182,7 +182,7 @@ def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(
         lock.close()
 
     starts = num_starts()
-    second = start(*command)
+    second = start_anew(*command)
     wait_for(lambda: num_starts() > starts, second)
     second.send_signal(signal.SIGTERM)
     output, _ = second.communicate(timeout=600)

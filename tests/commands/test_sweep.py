@@ -29,7 +29,7 @@ from maxbatch.system.terminal.bars import LinesAboveBar
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start
 from tests.helpers.full_disk import small_disk
-from tests.helpers.processes import wait_for
+from tests.helpers.processes import children_of, wait_for
 from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, write_sweep
 from tests.helpers.tiny import read_metrics
 
@@ -139,6 +139,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
         lambda: (
             len(trials := folder.trials()) == 4
             and all(trial.is_finished for trial in trials[1:])
+            and len(children_of(process.pid)) == 1  # a signal would reach one that is ending
             and recorded(trials[0].folder)
         ),
         process,

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.helpers.forks import Forks
+from tests.helpers.forks import Fork, Forks
 
 # They take a third of the usual time to compile; what is computed is the same up to rounding. XLA's
 # older emitters of fusions are there until JAX 0.10. By default parts of a program compile side by
@@ -21,6 +22,14 @@ QUICK_TO_COMPILE = (
     + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLDER_EMITTERS
 )
 _READ_AT_IMPORT = ("JAX_", "PYTHON", "TF_")
+# But of these each fork reads its own.
+_READ_LATER = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_PORT",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "PYTHONPATH",
+)
 _STARTING = threading.Lock()  # of two threads that need a parent, one starts it
 
 
@@ -39,24 +48,34 @@ def environment() -> dict[str, str]:
 def maxbatch(*arguments: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, as a fork."""
     stated = environment()
+    return _parent_of(stated).run([str(argument) for argument in arguments], stated, timeout)
+
+
+def start(*arguments: str | Path, own_group: bool = False, **variables: str) -> Fork:
+    """Starts a command as a fork, for a test that signals it; in a process group of its own where
+    the test kills it with its children.
+    """
+    stated = environment() | variables
+    return _parent_of(stated).start([str(argument) for argument in arguments], stated, own_group)
+
+
+def _parent_of(stated: Mapping[str, str]) -> Forks:
+    read = {
+        name: value
+        for name, value in stated.items()
+        if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
+    }
     with _STARTING:
-        parent = _parent(
-            frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT))
-        )
-    return parent.run([str(argument) for argument in arguments], stated, timeout)
+        return _parent(frozenset(read.items()))
 
 
 @functools.cache
 def _parent(read_at_import: frozenset[tuple[str, str]]) -> Forks:
-    return Forks(environment())
+    return Forks(environment() | dict(read_at_import))
 
 
-def start(
-    *arguments: str | Path, own_group: bool = False, **variables: str
-) -> subprocess.Popen[str]:
-    """Starts a command as a user does; in a process group of its own where a test kills it with its
-    children.
-    """
+def start_anew(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command as a user does, in a new Python process, for a test of its first seconds."""
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch", *map(str, arguments)],
         env=environment() | variables,
@@ -64,7 +83,6 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         stdin=subprocess.DEVNULL,
-        start_new_session=own_group,
     )
 
 

@@ -9,6 +9,9 @@ was imported. The children of a command (trials, branches, simulated hosts) are 
 from __future__ import annotations
 
 import atexit
+import importlib
+import importlib.util
+import io
 import itertools
 import json
 import os
@@ -21,12 +24,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 _LARGEST_REQUEST, _BYTES = 1 << 17, 4
 _CHILD = [sys.executable, "-m", "maxbatch.system.processes.child_process"]
@@ -53,28 +57,102 @@ class Forks:
         self, arguments: Sequence[str], environment: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """Runs `maxbatch ARGUMENTS` in the current folder."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            fork = self._fork(arguments, environment, out.fileno(), err.fileno())
+            try:
+                code = fork.wait(timeout)
+            except subprocess.TimeoutExpired:
+                fork.kill()
+                fork.wait()
+                raise
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], own_group: bool
+    ) -> Fork:
+        """Starts `maxbatch ARGUMENTS` in the current folder, with both outputs in one pipe; in a
+        process group of its own if so asked.
+        """
+        reading, writing = os.pipe()
+        with open(writing, "wb"):
+            fork = self._fork(arguments, environment, writing, writing, own_group)
+        fork.stdout = open(reading)  # noqa: SIM115
+        return fork
+
+    def _fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        out: int,
+        err: int,
+        own_group: bool = False,
+    ) -> Fork:
         request = {
             "arguments": list(arguments),
             "environment": dict(environment),
             "folder": os.getcwd(),
+            "own_group": own_group,
         }
         status, writing = os.pipe()
-        with (
-            open(status, "rb", buffering=0) as told,
-            tempfile.TemporaryFile("w+") as out,
-            tempfile.TemporaryFile("w+") as err,
-        ):
-            with open(writing, "wb"):
-                fds = [out.fileno(), err.fileno(), writing]
-                socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            pid = _told(told.read(_BYTES))
-            if not select.select([told], [], [], timeout)[0]:
-                os.kill(pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(arguments, timeout)
-            code = _told(told.read(_BYTES))
-            out.seek(0)
-            err.seek(0)
-            return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+        with open(writing, "wb"):
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out, err, writing])
+        return Fork(arguments, status)
+
+
+class Fork:
+    """A command that has been started; the part of `subprocess.Popen` that tests use.
+
+    Args:
+      status: a pipe, from which its process id and, when it has ended, its exit code are read.
+    """
+
+    def __init__(self, arguments: Sequence[str], status: int) -> None:
+        self._arguments = arguments
+        self._status = open(status, "rb", buffering=0)  # noqa: SIM115
+        self.pid = _told(self._status.read(_BYTES))
+        self.stdout: IO[str] | None = None
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self._arguments, timeout or 0)
+        return code
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            with self._status:
+                self.returncode = _told(self._status.read(_BYTES))
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Reads until the command and all its children have closed the pipe, and waits."""
+        assert self.stdout is not None
+        end = time.monotonic() + timeout if timeout is not None else None
+        parts: list[bytes] = []
+        while not parts or parts[-1]:
+            left = max(0.0, end - time.monotonic()) if end is not None else None
+            if not select.select([self.stdout], [], [], left)[0]:
+                raise subprocess.TimeoutExpired(self._arguments, timeout or 0, b"".join(parts))
+            parts.append(os.read(self.stdout.fileno(), 1 << 16))
+        self.stdout.close()
+        self.wait(max(0.0, end - time.monotonic()) if end is not None else None)
+        return io.TextIOWrapper(io.BytesIO(b"".join(parts))).read(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _told(message: bytes) -> int:
@@ -104,19 +182,23 @@ def _serve(requests: socket.socket) -> None:
             if not message:
                 sys.exit()
             out, err, told = fds
+            request = json.loads(message)
+            own_group = request.pop("own_group")
             if pid := os.fork():
-                os.write(told, pid.to_bytes(_BYTES, signed=True))
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
                 os.close(out)
                 os.close(err)
                 continue
+            if own_group:
+                os.setsid()
+            os.write(told, os.getpid().to_bytes(_BYTES, signed=True))
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(out, 1)
             os.dup2(err, 2)
             selector.close()
             requests.close()
             os.closerange(3, 1024)
-            _become(**json.loads(message))
+            _become(**request)
             return
 
 
@@ -126,7 +208,20 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
     os.chdir(folder)
     sys.argv = ["maxbatch", *arguments]
     sys.path[0] = folder  # as `python -m` has it
+    tempfile.tempdir = None  # TMPDIR may be another
+    _start_as_python_does()
     subprocess.Popen = _Child  # type: ignore[misc]
+
+
+def _start_as_python_does() -> None:
+    """Does with PYTHONPATH, which has a sitecustomize.py where a test holds a run, what Python does
+    with it.
+    """
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:1] = [path for path in paths if path not in sys.path]
+    sys.modules.pop("sitecustomize", None)
+    if importlib.util.find_spec("sitecustomize") is not None:
+        importlib.import_module("sitecustomize")
 
 
 class _Child(subprocess.Popen[Any]):
@@ -153,6 +248,7 @@ def _run_child(
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [_CHILD[-1], *arguments]
+        _start_as_python_does()
         runpy.run_module(_CHILD[-1], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = int(end.code or 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxbatch.system.processes.worker_pool import WorkerPool
+from tests.helpers.forks import Fork
 
 
 def pids_of(pool: WorkerPool) -> list[int]:
@@ -33,7 +34,7 @@ def cpu_seconds(pid: int) -> float:
 
 def wait_for(
     condition: Callable[[], object],
-    process: subprocess.Popen[str] | None = None,
+    process: subprocess.Popen[str] | Fork | None = None,
     seconds: float = 600,
 ) -> None:
     """Waits until the condition holds; fails after so many seconds, and at once if the process that

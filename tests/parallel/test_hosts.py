@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from maxbatch.run import pretraining
 from maxbatch.run.compile.cache import use_persistent_cache
 from maxbatch.testing import Pod, run
 from tests.helpers.command import Hold, maxbatch, recorded, start
+from tests.helpers.forks import Fork
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import (
     ONE_LAYER,
@@ -41,12 +41,12 @@ KEYS = (*TINY_RUN, ONE_LAYER)
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
 
 
-def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
+def train(run_dir: Path, *arguments: str, **more: str) -> Fork:
     """Starts the command in a process group of its own."""
     return start("train", *KEYS, f"run_dir={run_dir}", *arguments, own_group=True, **more)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
+def finish(process: Fork, timeout: float = 600) -> tuple[int, str]:
     output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
 
@@ -144,7 +144,7 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     done = maxbatch("train", *whole, f"run_dir={reference}")
     assert done.returncode == 0, done.stderr
 
-    def resume(*arguments: str, until: int) -> tuple[subprocess.Popen[str], Hold]:
+    def resume(*arguments: str, until: int) -> tuple[Fork, Hold]:
         hold = Hold(until, tmp_path)
         process = train(run_dir, *ramp, "per_device_batch_size=2", *arguments, **hold.variables)
         wait_for(lambda: recorded(run_dir) >= until, process)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 
 from maxbatch.system.hardware.cpu_devices import variables_of_host
 from maxbatch.system.processes.ports import free_port
-from tests.helpers.command import environment
+from tests.helpers.command import start
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -48,18 +46,8 @@ def start_hosts(
             joined |= variables_of_host(port, len(own), index)
         command = commands[index] if commands else "train"
         devices = ["--simulate-devices", "1"] if makes_devices else []
-        line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, *devices]
-        hosts.append(
-            subprocess.Popen(
-                line,
-                env=environment() | joined | variables.get(index, {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
+        named = joined | variables.get(index, {})
+        hosts.append(start(command, *arguments, *more, *devices, own_group=True, **named))
     try:
         outputs = [host.communicate(timeout=90)[0] for host in hosts]
         return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]

@@ -14,7 +14,7 @@ from maxbatch.run.context import RunContext
 from maxbatch.run.own import Parts
 from maxbatch.run.pretraining import open_pretraining, train
 from maxbatch.run.session import Session
-from tests.helpers.command import maxbatch, start
+from tests.helpers.command import maxbatch, start_anew
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config
 
 RUN = ("per_device_batch_size=8", "steps=4")
@@ -116,7 +116,7 @@ def test_a_loss_and_held_out_data_whose_content_changed_are_told(
 def test_settings_of_jax_that_changed_are_told(tmp_path: Path) -> None:
     keys = [*TINY_RUN, ONE_LAYER, "global_batch_size=2", f"run_dir={tmp_path / 'run'}"]
     assert maxbatch("train", *keys, "steps=1").returncode == 0
-    resumed = start(
+    resumed = start_anew(
         "train",
         *keys,
         "steps=2",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from maxbatch.run.weights.local_files import run_name
 from tests.helpers.command import maxbatch, recorded, start
+from tests.helpers.forks import Fork
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import ONE_LAYER, SAME, TINY_RUN, assert_same_run, read_metrics
 
@@ -42,7 +42,7 @@ SITECUSTOMIZE = """
 """
 
 
-def train(run_dir: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+def train(run_dir: Path, *arguments: str, **variables: str) -> Fork:
     return start("train", *KEYS, f"run_dir={run_dir}", *arguments, own_group=True, **variables)
 
 
@@ -50,13 +50,13 @@ def hosts(number: int) -> tuple[str, ...]:
     return "--simulate-devices", str(number), "--simulate-hosts", str(number)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Fork) -> str:
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
 
-def lose(process: subprocess.Popen[str], run_dir: Path, at: int) -> tuple[int, str]:
+def lose(process: Fork, run_dir: Path, at: int) -> tuple[int, str]:
     """Kills all hosts once so many updates are recorded; returns the number that were, and the
     output.
     """

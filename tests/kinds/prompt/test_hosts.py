@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from maxbatch.kinds.prompt.run import train_policy
 from maxbatch.run.folder.devices import read_devices
 from maxbatch.testing import Pod, run
 from tests.helpers.command import Hold, recorded, start
+from tests.helpers.forks import Fork
 from tests.helpers.policies import KEYS, RL, policy_config, reward_file, train
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
@@ -89,7 +89,7 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
     reward = reward_file(tmp_path)
     (tmp_path / "rewards.py").write_text(SLOW)
 
-    def held_after(step: int, *more: str) -> tuple[subprocess.Popen[str], Hold]:
+    def held_after(step: int, *more: str) -> tuple[Fork, Hold]:
         hold = Hold(step, tmp_path)
         process = start(
             "rl",
