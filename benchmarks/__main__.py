@@ -34,6 +34,7 @@ NUM_DEVICES = {
     "prepare": 1,
     "memory": 1,
     "noise_scale": 4,
+    "to_the_bit": 1,
     "waiting": 1,
     "requests": 1,
     "sampler": 1,
