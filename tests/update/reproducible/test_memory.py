@@ -87,6 +87,7 @@ def test_an_update_holds_at_most_four_gradients_beside_its_state(
         abstract,
         placement,
         shape,
+        1,
         NEXT_TOKEN,
         peak.executable,
         peak.executables,
