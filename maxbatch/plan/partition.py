@@ -3,9 +3,9 @@
 A mesh axis splits only one dimension of a parameter, the first that lists it. The pipeline axis
 splits the layers of parameters that are stacked by layer, and the width of all others, because
 outside of the pipeline its devices share the work by rows. The context axis splits the width as
-fsdp does, but not beside a pipeline, which would gather it at every tick. A dimension that its mesh axes do not
-divide stays whole. The fsdp axis then takes the largest dimension without an axis that it divides,
-so a width of 128 on 3 devices costs memory and not correctness.
+fsdp does, but not beside a pipeline, which would gather it at every tick. A dimension that its mesh
+axes do not divide stays whole. The fsdp axis then takes the largest dimension without an axis that
+it divides, so a width of 128 on 3 devices costs memory and not correctness.
 """
 
 from __future__ import annotations
