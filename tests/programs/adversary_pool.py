@@ -106,7 +106,6 @@ def without_long_work() -> Iterator[None]:
             "maxbatch.around.child_runs.supervisor.Supervisor.train",
             "maxbatch.commands.simulation.run_hosts",
             "maxbatch.commands.report._watch",
-            "maxbatch.commands.compile.compile_one",
             "maxbatch.around.compile.compiling.compile_one",
             "maxbatch.around.fit.oracle.CompilerOracle.ask",
         ):
