@@ -554,7 +554,7 @@ class BuiltPretraining:
                 closing(AnswersLog(context.folder, show, self.start.position.step))
             )
         return RunningPretraining(
-            opened, planned, self.steps, batches, evaluator, answers, log, adapting
+            opened, planned, self.steps, stream, batches, evaluator, answers, log, adapting
         ), state
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:
@@ -659,6 +659,7 @@ class RunningPretraining:
     opened: OpenedPretraining
     planned: PlannedPretraining
     steps: StepLadder
+    stream: Stream | None  # of the samples beside their reference; None on a host without rows
     feed: Iterator[StagedBatch]
     evaluator: Evaluator | None  # of the loss on held-out data
     answers: Answers | None  # to held-out records at each eval
@@ -678,7 +679,7 @@ class RunningPretraining:
     def step(
         self, state: TrainState, batch: StagedBatch, settings: UpdatePlan
     ) -> tuple[TrainState, Dispatched]:
-        planned, stream = batch.planned, self.opened.stream
+        planned, stream = batch.planned, self.stream
         at = settings.at(planned.first_sample, planned.num_rows)
         taken = batch.num_micro_batches
         programs = self.planned.programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import jax
 import pytest
 
 from maxbatch import load_config
+from maxbatch.around.replay.recorded_run import RecordedRun
+from maxbatch.around.replay.replayed import Wanted, replay
 from maxbatch.cli import main
 from maxbatch.run.pretraining import train
 from maxbatch.run.programs import checked_mesh_shape
@@ -123,6 +126,17 @@ def test_pairs_adapters_and_experts_are_the_same_to_the_bit(
     assert expected[0]["state_hash"] != expected[1]["state_hash"]
 
 
+def changed_hash(run_dir: Path, update: int) -> str:
+    """Changes the recorded hash of a moment after an update; returns its name."""
+    file = run_dir / "hashes.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    hashes = lines[update - 1]["hashes"]
+    array = next(name for name in hashes if name.startswith("opt_state["))
+    hashes[array] = "0" * 16
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return array
+
+
 @pytest.mark.parametrize("kind", ["texts", "pairs"])
 def test_the_tokens_of_a_pass_change_no_bit(kind: str, tmp_path: Path) -> None:
     """Nor do devices whose rows they hold, also of pairs, whose answers may be in several rows."""
@@ -147,6 +161,13 @@ def test_the_tokens_of_a_pass_change_no_bit(kind: str, tmp_path: Path) -> None:
 
     assert figures(3, 100) == figures(1, 1024)
 
+    # and a replay names the array that is not the recorded one
+    with_fault = changed_hash(tmp_path / "3", update=1)
+    found = replay(RecordedRun(str(tmp_path / "3")), None, Wanted(2), jax.devices()[:2])
+    assert found.differences == [f"update 1 differs: {with_fault}, to the last bit"]
+    shares = [one.sample.share for one in found.update.samples]
+    assert len(shares) == 8 and math.isclose(sum(filter(None, shares)), 1, abs_tol=1e-4)
+
 
 def test_the_script_of_the_page_computes_the_recorded_hash(whole: Path, tmp_path: Path) -> None:
     block = re.search(r'title="state_hash.py"\n(.*?)```', PAGE.read_text(), re.S)
@@ -167,10 +188,7 @@ def test_replay_names_the_update_and_the_array_whose_recorded_bits_differ(
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
-    lines = [json.loads(line) for line in (run_dir / "hashes.jsonl").read_text().splitlines()]
-    array = next(name for name in lines[1]["hashes"] if name.startswith("opt_state["))
-    lines[1]["hashes"][array] = "0" * 16
-    (run_dir / "hashes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    array = changed_hash(run_dir, update=2)
     main(["replay", str(run_dir), "--step", "3", "--top", "1"])
     shown = "".join(capsys.readouterr())
     assert f"update 2 differs: {array}, to the last bit" in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from maxbatch.around.replay.task import (
 from maxbatch.around.replay.token_losses import pieces_of_text
 from maxbatch.config.values import Value, first_of
 from maxbatch.data.feed.feed import StagedBatch
+from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.stream import Stream
 from maxbatch.plan.batch import BatchPlan, ResumePoint
@@ -87,16 +87,24 @@ class StreamTask(ReplayedTask):
         self, running: RunningPretraining, state: TrainState, batch: StagedBatch
     ) -> tuple[StagedBatch, UpdateRows]:
         """Returns the batch and its rows."""
-        arrays = _rows_of(batch)
-        seen = batch.planned.first_sample
-        kept = range(seen, seen + batch.planned.num_rows)
+        planned, shape = batch.planned, batch.shape
+        seen, count = planned.first_sample, planned.num_rows
+        if packs := self.planned.programs.packs:  # samples that share rows have a row each here
+            assert running.stream is not None, "this process loads data"
+            arrays = running.stream.read(seen, seen + count)
+            of_pass = shape.micro_batch // packs
+            shape = BatchShape(of_pass, -(-count // of_pass))
+            staged, num_passes = self.measuring.stage(arrays, shape), shape.max_micro_batches
+        else:
+            arrays = _rows_of(batch)
+            staged, num_passes = batch.batch, batch.num_micro_batches
         rows = UpdateRows(
             self.measuring,
-            batch.batch,
-            batch.shape,
-            batch.num_micro_batches,
+            staged,
+            shape,
+            num_passes,
             arrays,
-            self.opened.data.holes.own_numbers(kept),
+            self.opened.data.holes.own_numbers(range(seen, seen + count)),
             partial(self._contents, arrays, seen),
         )
         return batch, rows
@@ -183,14 +191,24 @@ class OpenedStream(OpenedTask):
         point = ResumePoint(position.step, position.place, *hosts)
         plan = recorded_plan(self.segment, self.opened.data.samples_per_epoch, point)
         # as many rows per device as the run had in one pass
-        rows = max(1, math.floor(plan.micro_batch_size_to_train_on / plan.num_devices))
-        passes = rows * len(self.opened.context.devices)
+        num_devices = len(self.opened.context.devices)
+
+        def here(rows: int) -> int:
+            return max(1, rows // plan.num_devices) * num_devices
+
+        passes, keys = here(plan.micro_batch_size_to_train_on), self.opened.keys
+        per_sample = keys.recipe.rows_per_sample if keys.max_tokens_per_pass else 1
         cut = tuple(
-            stage._replace(micro_batch=passes, accumulation_steps=-(-stage.batch // passes))
+            stage._replace(
+                micro_batch=passes,
+                accumulation_steps=-(-stage.batch * per_sample // passes),
+            )
             for stage in plan.manager.split_stages
         )
         manager = dataclasses.replace(plan.manager, split_stages=cut)
-        return dataclasses.replace(plan, manager=manager)
+        return dataclasses.replace(
+            plan, manager=manager, eval_batch_size=here(plan.eval_batch_size)
+        )
 
 
 def _rows_of(batch: StagedBatch) -> RowArrays:
@@ -221,9 +239,11 @@ def _pieces(stream: Stream, rows: RowArrays, losses: np.ndarray) -> list[list[Pi
 
 
 def _keys_here(segment: Segment, num_devices: int) -> dict[str, Value]:
-    """Returns the keys of a row a sample, which is the same update as samples that share rows."""
+    """Returns the keys of a row a sample, which is the same update as samples that share rows, but
+    not to the last bit.
+    """
     budget = segment.config.max_tokens_per_pass
-    if budget is None:
+    if budget is None or segment.config.reproducible_sums:
         return {}
     rows = int(budget) // segment.config.max_target_length
     return {"max_tokens_per_pass": None, "per_device_batch_size": rows}

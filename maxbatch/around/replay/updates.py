@@ -149,7 +149,7 @@ def updates(
             running, state = built.run(state, lambda *_: None, stack)
             settings = UpdatePlan.from_config(segment.config.plan, planned.plan.manager)
             kept = _Kept()
-            hashes = _hashes_log(segment, context, task, position, stack)
+            hashes = _hashes_log(context, task, position, stack)
             recorder = _recorder(context, opened, task, position, kept, stack, hashes)
             for fed in running.feed:
                 batch, rows = task.before(running, state, fed)
@@ -188,23 +188,10 @@ def _recorder(
 
 
 def _hashes_log(
-    segment: Segment,
-    context: RunContext,
-    task: ReplayedTask,
-    position: Position,
-    stack: ExitStack,
+    context: RunContext, task: ReplayedTask, position: Position, stack: ExitStack
 ) -> HashesLog | None:
-    """Returns the log of the hashes in the folder of the replay; None if the run has none, or if
-    its rows are others.
-    """
+    """Returns the log of the hashes in the folder of the replay; None if the run has none."""
     if not context.config.record.optimizer.reproducible_sums:
-        return None
-    if segment.config.max_tokens_per_pass is not None:
-        note(
-            f"max_tokens_per_pass={segment.config.max_tokens_per_pass}: the run's samples share "
-            "rows, and a replay takes a row a sample: the same updates to rounding, so hashes are "
-            "not compared"
-        )
         return None
     hasher = StateHasher(task.planned.abstract, task.planned.mesh)
     return stack.enter_context(closing(HashesLog(context.folder, hasher, position.step)))

@@ -49,6 +49,6 @@ def test_a_warm_start_names_no_next_command(monkeypatch: pytest.MonkeyPatch) -> 
     )
     batch: Any = SimpleNamespace(micro_batch_size=4, num_trainer_devices=1, effective_batch_size=4)
     warm_start.warm_up(load_config("rl", ["warm_start_path=examples.jsonl"]), batch, [])
-    nothing: list[Any] = [None] * 7
+    nothing: list[Any] = [None] * 8
     running = RunningPretraining(*opened, *nothing)
     assert list(running.conclusion(nothing[0])) == []
