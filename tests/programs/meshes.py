@@ -134,8 +134,11 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
         )
         sizes["data"] = 1
     axes = [f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()]
+    parts_of_pass = num_devices // (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     if sizes["pipeline"] > 1:
-        axes.append(f"num_pipeline_microbatches={chance.choice((2, 4))}")
+        microbatches = chance.choice((2, 4))
+        axes.append(f"num_pipeline_microbatches={microbatches}")
+        parts_of_pass *= microbatches
     if sizes["context"] > 1:
         by_heads = ("ulysses",) if _HEADS % (sizes["tensor"] * sizes["context"]) == 0 else ()
         axes.append(f"context_parallel_strategy={chance.choice(('ring', *by_heads, 'all_gather'))}")
@@ -166,7 +169,8 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
         batch = f"batch_size_schedule={ramp}"
     if num_hosts > 1 and chance.random() < 0.3:
         axes.append(f"expansion_factor_real_data={num_hosts}")
-    cut = [f"per_device_batch_size={chance.choice((1, 2, 3, 4))}", "batch_padding=true"]
+    held = [rows for rows in (1, 2, 3, 4) if rows * num_devices >= parts_of_pass]
+    cut = [f"per_device_batch_size={chance.choice(held)}", "batch_padding=true"]
     whole = (f"per_device_batch_size={largest}", "--simulate-devices", "1")
     return Case(("train",), (*trained, batch), (*cut, *axes, *simulated), whole)
 
@@ -251,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=int, default=1, help="busy processes beside the runs")
+    parser.add_argument("--axis", choices=_AXES, help="of every mesh, with two devices or more")
     parser.add_argument("--limit", type=float, default=240, help="seconds of a run")
     asked = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)
@@ -258,7 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="maxbatch-meshes-") as folder, busy_cores(asked.load):
         search, kinds = Search(Path(folder), asked.limit), _kinds(Path(folder))
         for number in range(1, asked.runs + 1):
-            case, started = case_of(chance, kinds), time.monotonic()
+            started, case = time.monotonic(), case_of(chance, kinds)
+            while asked.axis and f"ici_{asked.axis}_parallelism=1" in case.layout:
+                case = case_of(chance, kinds)
             failure = search.failure_of(case)
             line = shlex.join((*case.command, *case.trained, *case.layout))
             if failure:
