@@ -171,15 +171,16 @@ def attend_by_heads(
     assert constrain.mesh is not None, "rows are split over devices"
     shards = num_shards(constrain.mesh, ("tensor", "context"))
     repeats = shards // math.gcd(k_MxLxKxh.shape[2], shards)
-    if repeats > 1:  # on the devices that have them: the compiler would gather rows to repeat heads
-        k_MxLxKxh, v_MxLxKxh = (
-            constrain(jnp.repeat(x, repeats, axis=2), ("batch", "length", "heads", "head_dim"))
-            for x in (k_MxLxKxh, v_MxLxKxh)
-        )
-    q, k, v = (
-        constrain(x, ("batch", None, OVER_HEADS, "head_dim"))
-        for x in (q_MxLxHxh, k_MxLxKxh, v_MxLxKxh)
-    )
+    if repeats > 1:
+        k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
+
+    def exchanged(x_MxLxHxh: jax.Array) -> jax.Array:
+        # Named where its rows are, too: the compiler would gather rows to repeat heads, and exchange
+        # both parts of a rotation in place of their sum.
+        rows = constrain(x_MxLxHxh, ("batch", "length", "heads", "head_dim"))
+        return constrain(rows, ("batch", None, OVER_HEADS, "head_dim"))
+
+    q, k, v = map(exchanged, (q_MxLxHxh, k_MxLxKxh, v_MxLxKxh))
     segments = constrain(segments_MxL, ("batch", None))
     whole = scores._replace(strategy="all_gather")
     attended = attend(q, k, v, segments, whole, _of_whole_rows(constrain), sinks_H)
