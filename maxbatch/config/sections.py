@@ -577,13 +577,13 @@ class MeshConfig(Section, changes="the layout; updates change by rounding"):
     ici_fsdp_parallelism: int = key(-1, "parameters and batch split", PROGRAM, COUNT_OR_OFF)
     ici_expert_parallelism: int = key(1, "experts and batch split", PROGRAM, COUNT_OR_OFF)
     ici_tensor_parallelism: int = key(1, "heads, MLP and vocabulary split", PROGRAM, COUNT_OR_OFF)
-    ici_context_parallelism: int = key(1, "sequence split", PROGRAM, COUNT_OR_OFF)
+    ici_context_parallelism: int = key(1, "sequence and parameters split", PROGRAM, COUNT_OR_OFF)
     ici_pipeline_parallelism: int = key(1, "layers split over pipeline stages", PROGRAM, COUNT_OR_OFF)
     dcn_data_parallelism: int = key(1, "over slices: parameters replicated, batch split", PROGRAM, COUNT_OR_OFF)
     dcn_fsdp_parallelism: int = key(1, "over slices: parameters and batch split", PROGRAM, COUNT_OR_OFF)
     dcn_expert_parallelism: int = key(1, "over slices: experts and batch split", PROGRAM, COUNT_OR_OFF)
     dcn_tensor_parallelism: int = key(1, "over slices: heads, MLP and vocabulary split", PROGRAM, COUNT_OR_OFF)
-    dcn_context_parallelism: int = key(1, "over slices: sequence split", PROGRAM, COUNT_OR_OFF)
+    dcn_context_parallelism: int = key(1, "over slices: sequence and parameters split", PROGRAM, COUNT_OR_OFF)
     dcn_pipeline_parallelism: int = key(1, "over slices: layers split over pipeline stages", PROGRAM, COUNT_OR_OFF)
     trainer_devices_fraction: Exact = key(1.0,
         "share of the devices for training; both 1: all devices train and sample; else disjoint, together at most 1",

@@ -4,6 +4,8 @@ of its own.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from flax import nnx
 
 from maxbatch import load_config
 from maxbatch.config.config import Config
-from maxbatch.kinds.prompt.run import train_policy
+from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
+from maxbatch.kinds.prompt import run as policy_run
 from maxbatch.model.decoder import Decoder
 from tests.helpers.tiny import TINY_MODEL, UNMEASURED, read_metrics
 
@@ -55,8 +58,26 @@ def policy_config(run_dir: Path, *overrides: str) -> Config:
 
 
 def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, Any]]:
-    train_policy(policy_config(run_dir, *overrides), jax.devices()[:devices])
+    policy_run.train_policy(policy_config(run_dir, *overrides), jax.devices()[:devices])
     return read_metrics(run_dir)
+
+
+@contextlib.contextmanager
+def responses_soon_ended() -> Iterator[None]:
+    """Makes first parameters that often draw the end of a response."""
+    make = policy_run.first_parameters
+
+    def soon_ended(*arguments: Any) -> nnx.State:
+        state = make(*arguments)
+        embedding = state["embedding"]  # and output
+        embedding[...] = embedding[...].at[ByteTokenizer().eos_id].multiply(20.0)
+        return state
+
+    policy_run.first_parameters = soon_ended
+    try:
+        yield
+    finally:
+        policy_run.first_parameters = make
 
 
 def trained_to_say(config: Config, *bias: tuple[int, float]) -> nnx.State:

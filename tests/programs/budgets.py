@@ -13,31 +13,28 @@ differs ends the search with its settings.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from maxbatch import load_config
 from maxbatch import testing as pods
 from maxbatch.config.config import Config
-from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
 from maxbatch.kinds.prompt import run as policy_run
 from maxbatch.run.pretraining import train
 from maxbatch.system.hardware.cpu_devices import make_cpu_devices
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.corpus import write_jsonl
-from tests.helpers.policies import KEYS, RL, reward_file
+from tests.helpers.policies import KEYS, RL, responses_soon_ended, reward_file
 from tests.helpers.tiny import ONE_LAYER, TINY_MODEL, UNMEASURED, UNSAVED, read_metrics
 
 UPDATES, LENGTH = 4, 32
@@ -223,24 +220,6 @@ def layout_of(chance: random.Random, steps: int, keys: Sequence[str]) -> Layout:
     rest = chance.choice((0, 1, length - 1))
     layout.append(f"max_tokens_per_pass={max(least, rows) * length + rest}")
     return Layout(steps, tuple(layout), num_devices, num_hosts)
-
-
-@contextlib.contextmanager
-def responses_soon_ended() -> Iterator[None]:
-    """Makes first parameters that often draw the end of a response."""
-    make = policy_run.first_parameters
-
-    def soon_ended(*arguments: Any) -> nnx.State:
-        state = make(*arguments)
-        embedding = state["embedding"]  # and output
-        embedding[...] = embedding[...].at[ByteTokenizer().eos_id].multiply(20.0)
-        return state
-
-    policy_run.first_parameters = soon_ended
-    try:
-        yield
-    finally:
-        policy_run.first_parameters = make
 
 
 def train_config(config: Config, num_devices: int, *_: object) -> None:

@@ -107,7 +107,7 @@ class ReproducibleLearner(Learner):
             self._executables,
         )
         programs = DevicePrograms(mesh, make, self._executables)
-        self._device = programs.devices[0]
+        self._devices = programs.devices
         scoring = Scoring(config, self._placement, shape)
         self._scores = SamplesAlone(programs, scoring, self.abstract.model)
         self._sums_here: SumsHere | None = None
@@ -132,11 +132,10 @@ class ReproducibleLearner(Learner):
 
     def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
         if self._sums_here is None:
-            devices = [d for d in self._mesh.devices.flat if d.process_index == jax.process_index()]
-            self._sums_here = self._update.begin(state, dict.fromkeys(devices))
+            self._sums_here = self._update.begin(state, dict.fromkeys(self._devices))
         self._update.add(self._sums_here, pairs, 1)
         # the sums are given up to the next chunk
-        return jnp.copy(self._sums_here.sums[self._device].figures.tokens_1)
+        return jnp.copy(self._sums_here.sums[self._devices[0]].figures.tokens_1)
 
     def step(self, state: TrainState, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
         assert self._sums_here is not None, "an update has a chunk"

@@ -30,7 +30,7 @@ from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.placement import Batch, BatchShape
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.sharding import shard_bytes
-from maxbatch.parallel.trees import State
+from maxbatch.parallel.trees import State, Tree
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.update.balance import (
     Balance,
@@ -177,16 +177,16 @@ class ReproducibleUpdate:
 
     def _find_uses(self, abstract: TrainState, batch: Batch) -> dict[str, Use]:
         """Returns the uses of the programs."""
-        programs = self._programs
-        models = jax.tree.leaves((abstract.params, abstract.frozen))
+        programs, models = self._programs, (abstract.params, abstract.frozen)
+
+        def whole_bytes(tree: Tree) -> int:
+            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
         held = Held(
             state=shard_bytes((abstract.saved, abstract.frozen)),
             batch=shard_bytes(batch),
-            model=sum(x.size * x.dtype.itemsize for x in models) if programs.mesh.size > 1 else 0,
-            sums=sum(
-                x.size * x.dtype.itemsize
-                for x in jax.tree.leaves(jax.eval_shape(self._atoms.nothing))
-            ),
+            model=whole_bytes(models) if programs.mesh.size > 1 else 0,
+            sums=whole_bytes(jax.eval_shape(self._atoms.nothing)),
             gradient=4 * sum(map(self._pieces.num_values, self._pieces.bands)),
             band=self._largest_band,
         )

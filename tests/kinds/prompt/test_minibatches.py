@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flax import nnx
 
-from maxbatch.data.tokenizers.tokenizers import ByteTokenizer
-from maxbatch.kinds.prompt import run as policy_run
 from maxbatch.run.folder.position import read_record
-from tests.helpers.policies import GROUP, policy_config, train
+from tests.helpers.policies import GROUP, policy_config, responses_soon_ended, train
 from tests.helpers.tiny import assert_same_run
 
 pytestmark = pytest.mark.runs
@@ -76,22 +73,11 @@ def test_a_batch_is_cut_in_stream_order_on_any_devices_and_a_part_without_a_grou
     assert_same_updates(again, cut)
 
 
-def test_responses_that_share_rows_and_passes_train_the_same_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = policy_run.first_parameters
-
-    def soon_ended(*arguments: Any) -> nnx.State:
-        """Returns first parameters that often draw the end of a response."""
-        state = make(*arguments)
-        embedding = state["embedding"]  # and output
-        embedding[...] = embedding[...].at[ByteTokenizer().eos_id].multiply(20.0)
-        return state
-
-    monkeypatch.setattr(policy_run, "first_parameters", soon_ended)
+def test_responses_that_share_rows_and_passes_train_the_same_updates(tmp_path: Path) -> None:
     keys = ("num_minibatches=2", "loss_algo=gspo-token", "loss_agg_mode=sequence-mean", "steps=4")
-    expected = train(tmp_path / "rows", *keys)
-    packed = train(tmp_path / "passes", *keys, "max_tokens_per_pass=24", devices=2)
+    with responses_soon_ended():
+        expected = train(tmp_path / "rows", *keys)
+        packed = train(tmp_path / "passes", *keys, "max_tokens_per_pass=24", devices=2)
     assert_same_updates(packed, expected)
     for line in packed:
         assert line["slot_share"] <= line["row_share"] <= 1
